@@ -1,0 +1,94 @@
+package ordering
+
+import (
+	"errors"
+	"fmt"
+	"unicode/utf8"
+
+	"github.com/ThreeDotsLabs/watermill/message"
+)
+
+// PartitionKeyMetadata is the metadata field that carries a message's partition
+// key: on RabbitMQ the (string) header that the exchange hashes, on Kafka the
+// record key and a header of this name. It is set once, where the message is
+// first published, and kept by retries, forwarders and the poison queue.
+const PartitionKeyMetadata = "ordering_partition_key"
+
+// MaxKeyLength is the longest partition key in bytes: an AMQP short string and
+// hash header value have 255 bytes at most (AMQP 0-9-1, section 4.2.5.3).
+const MaxKeyLength = 255
+
+// ErrInvalidKey is matched by every [KeyError].
+var ErrInvalidKey = errors.New("ordering: invalid partition key")
+
+// KeyError reports a message that can't be given a shard because it has no
+// usable partition key. Nothing was published when it is returned.
+type KeyError struct {
+	Topic  string // where the message was going; empty if not known
+	UUID   string // of the message
+	Reason string // never holds the key itself
+	Err    error  // what the KeyFunc returned, if it did
+}
+
+func (e *KeyError) Error() string {
+	text := fmt.Sprintf("ordering: message %q for topic %q: %s", e.UUID, e.Topic, e.Reason)
+	if e.Err != nil {
+		text += ": " + e.Err.Error()
+	}
+	return text
+}
+
+// Is reports whether target is ErrInvalidKey.
+func (e *KeyError) Is(target error) bool { return target == ErrInvalidKey }
+
+// Unwrap returns the error of the KeyFunc.
+func (e *KeyError) Unwrap() error { return e.Err }
+
+// KeyFunc returns the partition key of a message: the id of the entity that the
+// message is about. Keys are raw bytes: nothing is trimmed, folded or
+// normalised. An empty key, one longer than [MaxKeyLength] bytes and one that
+// is not UTF-8 are refused at publish. There is one KeyFunc per topic: two
+// producers that disagree on it lose the order.
+type KeyFunc func(topic string, msg *message.Message) (string, error)
+
+// KeyFromMetadata returns a KeyFunc that reads one metadata field.
+func KeyFromMetadata(field string) KeyFunc {
+	return func(_ string, msg *message.Message) (string, error) {
+		return msg.Metadata.Get(field), nil
+	}
+}
+
+// CheckKey returns the reason why key can't be a partition key, or "".
+func CheckKey(key string) string {
+	switch {
+	case key == "":
+		return "no partition key"
+	case len(key) > MaxKeyLength:
+		return fmt.Sprintf("partition key has %d bytes, the limit is %d", len(key), MaxKeyLength)
+	case !utf8.ValidString(key):
+		return "partition key is not valid UTF-8"
+	}
+	return ""
+}
+
+// StampKey sets [PartitionKeyMetadata] on a message that does not carry it yet
+// to what key returns; a key that the message already carries is kept. It
+// returns a [KeyError] for a message without a usable key and leaves it as it
+// was. A nil key accepts only messages that carry their key.
+func StampKey(topic string, msg *message.Message, key KeyFunc) error {
+	value := msg.Metadata.Get(PartitionKeyMetadata)
+	if value == "" && key != nil {
+		var err error
+		if value, err = key(topic, msg); err != nil {
+			return &KeyError{Topic: topic, UUID: msg.UUID, Reason: "key function failed", Err: err}
+		}
+	}
+	if reason := CheckKey(value); reason != "" {
+		return &KeyError{Topic: topic, UUID: msg.UUID, Reason: reason}
+	}
+	if msg.Metadata == nil {
+		msg.Metadata = message.Metadata{}
+	}
+	msg.Metadata.Set(PartitionKeyMetadata, value)
+	return nil
+}
