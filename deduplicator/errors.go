@@ -1,0 +1,66 @@
+package deduplicator
+
+import (
+	"errors"
+	"fmt"
+)
+
+var (
+	// ErrInvalidOption is wrapped by every error about an argument or option of
+	// a constructor.
+	ErrInvalidOption = errors.New("deduplicator: invalid option")
+
+	// ErrSchema says that a table or column is missing or can't be read.
+	ErrSchema = errors.New("deduplicator: schema is not ready")
+
+	// ErrNoKey is wrapped by what a KeyFunc returns for a message without a key.
+	ErrNoKey = errors.New("deduplicator: message has no key")
+
+	// ErrInvalidClaim says that a claim has no consumer or no key. Nothing is
+	// durable; trying again can't help.
+	ErrInvalidClaim = errors.New("deduplicator: invalid claim")
+
+	// ErrConflict is matched by every [ConflictError].
+	ErrConflict = errors.New("deduplicator: same key, other content")
+
+	// ErrInFlight says that another transaction holds the key and did not end
+	// within the claim timeout. Nothing is durable, the connection is free, and
+	// the message may be delivered again.
+	ErrInFlight = errors.New("deduplicator: key is being processed elsewhere")
+
+	// ErrUnavailable says that the database failed before the work was called.
+	// Nothing is durable; the message is not to blame.
+	ErrUnavailable = errors.New("deduplicator: store is unavailable")
+
+	// ErrNotCommitted says that the database refused the commit. Nothing is
+	// durable. A typical cause is work that ignored the error of a statement.
+	ErrNotCommitted = errors.New("deduplicator: transaction was not committed")
+
+	// ErrOutcomeUnknown says that the answer to the commit was lost and the store
+	// could not find out whether it took place. All or nothing is durable;
+	// processing the claim again tells which.
+	ErrOutcomeUnknown = errors.New("deduplicator: outcome of the commit is unknown")
+
+	// ErrTxEnded says that the work committed or rolled back the transaction,
+	// which is not its to end. What it committed, the claim included, is durable;
+	// its outputs are not stored.
+	ErrTxEnded = errors.New("deduplicator: the handler ended the transaction itself")
+)
+
+// ConflictError reports a message with the key of another message that was
+// processed before and had different content. Nothing is durable when it is
+// returned.
+type ConflictError struct {
+	Consumer string
+	Key      string
+	Stored   []byte // fingerprint of the message that was processed
+	Got      []byte // fingerprint of this one
+}
+
+func (e *ConflictError) Error() string {
+	return fmt.Sprintf("deduplicator: consumer %q has processed key %q with other content: fingerprint %x, now %x",
+		e.Consumer, e.Key, e.Stored, e.Got)
+}
+
+// Is reports whether target is ErrConflict.
+func (e *ConflictError) Is(target error) bool { return target == ErrConflict }

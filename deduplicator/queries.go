@@ -1,0 +1,165 @@
+package deduplicator
+
+import (
+	"context"
+	"database/sql"
+	"encoding/json"
+	"fmt"
+	"strconv"
+	"strings"
+	"time"
+	"unicode/utf8"
+)
+
+// maxRows bounds a statement: 8 parameters a row stay under the 999 that old
+// SQLite versions accept.
+const maxRows = 100
+
+// maxBytes bounds the payloads of one statement well under MySQL's least default
+// of max_allowed_packet (16 MiB on MariaDB 10.11). A larger payload goes alone.
+const maxBytes = 1 << 20
+
+type queries struct {
+	claim     string
+	claimArgs func(Claim) []any
+	stored    string
+	exists    string
+	output    string // up to VALUES
+	row       string // one row of it
+	forgetSQL string
+	rebind    func(string) string
+}
+
+func newQueries(c *config, mariaDB bool) queries {
+	processed, produced := c.dialect.Quote(c.processed), c.dialect.Quote(c.produced)
+	now := map[Dialect]string{
+		PostgreSQL: "clock_timestamp()",
+		MySQL:      "UTC_TIMESTAMP(6)",
+		SQLite:     "strftime('%Y-%m-%d %H:%M:%f', 'now')",
+	}[c.dialect]
+	insert := "INSERT INTO " + processed + " (consumer_name, message_key, fingerprint, processed_at) "
+
+	q := queries{rebind: c.dialect.Rebind}
+	q.claimArgs = func(claim Claim) []any { return append(key(claim), claim.Fingerprint) }
+	switch c.dialect {
+	case PostgreSQL:
+		// lock_timeout is set for the wait on a twin, and set back by RETURNING,
+		// which runs only for a new key: the handler's statements never see it.
+		// For a duplicate the transaction, and the setting with it, ends at once.
+		q.claim = "WITH s AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, set_config('lock_timeout', '" +
+			milliseconds(c.claimTimeout) + "', true)) " + insert +
+			"SELECT ?, ?, ?, " + now + " FROM s ON CONFLICT (consumer_name, message_key) DO NOTHING " +
+			"RETURNING set_config('lock_timeout', (SELECT before FROM s), true)"
+	case MySQL:
+		// The update changes the row, so that the count is 1 for a new key and 2
+		// for a known one, with clientFoundRows and without (MySQL manual,
+		// "INSERT ... ON DUPLICATE KEY UPDATE"). The caller rolls it back.
+		q.claim = insert + "VALUES (?, ?, ?, " + now + ") ON DUPLICATE KEY UPDATE processed_at = processed_at + INTERVAL 1 SECOND"
+		seconds := strconv.Itoa(int((c.claimTimeout + time.Second - 1) / time.Second))
+		if mariaDB {
+			q.claim = "SET STATEMENT innodb_lock_wait_timeout = " + seconds + " FOR " + q.claim
+		} else {
+			q.claim = strings.Replace(q.claim, "INSERT", "INSERT /*+ SET_VAR(innodb_lock_wait_timeout = "+seconds+") */", 1)
+		}
+	case SQLite:
+		q.claim = insert + "VALUES (?, ?, ?, " + now + ") ON CONFLICT (consumer_name, message_key) DO NOTHING"
+	}
+	q.claim = c.dialect.Rebind(q.claim)
+	q.exists = c.dialect.Rebind("SELECT 1 FROM " + processed + " WHERE consumer_name = ? AND message_key = ?")
+	q.stored = c.dialect.Rebind("SELECT c.fingerprint, o.topic, o.uuid, o.metadata, o.payload FROM " + processed + " c LEFT JOIN " + produced +
+		" o ON o.consumer_name = c.consumer_name AND o.message_key = c.message_key" +
+		" WHERE c.consumer_name = ? AND c.message_key = ? ORDER BY o.ordinal")
+	q.output = "INSERT INTO " + produced + " (consumer_name, message_key, ordinal, topic, uuid, metadata, payload, created_at) VALUES "
+	q.row = "(?, ?, ?, ?, ?, ?, ?, " + now + ")"
+	q.forgetSQL = "DELETE FROM " + produced + " WHERE "
+	return q
+}
+
+func milliseconds(d time.Duration) string {
+	return strconv.FormatInt(max(d.Milliseconds(), 1), 10) + "ms"
+}
+
+func (q *queries) forget(claims int) string {
+	const one = "(consumer_name = ? AND message_key = ?)"
+	return q.rebind(q.forgetSQL + one + strings.Repeat(" OR "+one, claims-1))
+}
+
+// insertOutputs stores outputs in as few statements as the bounds allow.
+func (s *SQLStore) insertOutputs(ctx context.Context, tx *sql.Tx, claim Claim, outputs []Output) error {
+	consumerAndKey := key(claim)
+	for next := 0; next < len(outputs); {
+		args := make([]any, 0, 7*min(len(outputs)-next, maxRows))
+		rows, size := 0, 0
+		for next < len(outputs) && rows < maxRows && (rows == 0 || size+len(outputs[next].Payload) <= maxBytes) {
+			o := outputs[next]
+			payload := o.Payload
+			if payload == nil {
+				payload = []byte{} // nil would be NULL
+			}
+			args = append(args, consumerAndKey[0], consumerAndKey[1], next, o.Topic, o.UUID, encodeMetadata(o.Metadata), payload)
+			size += len(payload)
+			rows++
+			next++
+		}
+		query := s.queries.rebind(s.queries.output + s.queries.row + strings.Repeat(", "+s.queries.row, rows-1))
+		if _, err := tx.ExecContext(ctx, query, args...); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// binaryMark begins metadata that is not UTF-8, whose values JSON would change.
+// It is followed by JSON with values in base64.
+const binaryMark = "binary:"
+
+func encodeMetadata(metadata map[string]string) []byte {
+	if len(metadata) == 0 {
+		return []byte("{}")
+	}
+	text := true
+	for k, v := range metadata {
+		text = text && utf8.ValidString(k) && utf8.ValidString(v)
+	}
+	var encoded []byte
+	var err error
+	if text {
+		encoded, err = json.Marshal(metadata)
+	} else {
+		pairs := make([][2][]byte, 0, len(metadata))
+		for k, v := range metadata {
+			pairs = append(pairs, [2][]byte{[]byte(k), []byte(v)})
+		}
+		encoded, err = json.Marshal(pairs)
+		encoded = append([]byte(binaryMark), encoded...)
+	}
+	if err != nil {
+		panic(err) // strings and bytes can always be encoded
+	}
+	return encoded
+}
+
+func decodeMetadata(encoded []byte) (map[string]string, error) {
+	metadata := make(map[string]string)
+	if rest, ok := strings.CutPrefix(string(encoded), binaryMark); ok {
+		var pairs [][2][]byte
+		if err := json.Unmarshal([]byte(rest), &pairs); err != nil {
+			return nil, fmt.Errorf("metadata: %w", err)
+		}
+		for _, pair := range pairs {
+			metadata[string(pair[0])] = string(pair[1])
+		}
+		return metadata, nil
+	}
+	if err := json.Unmarshal(encoded, &metadata); err != nil {
+		return nil, fmt.Errorf("metadata: %w", err)
+	}
+	return metadata, nil
+}
+
+func (c *config) txOptions() *sql.TxOptions {
+	if c.dialect == SQLite {
+		return nil // it has one level, and drivers refuse to be told
+	}
+	return &sql.TxOptions{Isolation: c.isolation}
+}

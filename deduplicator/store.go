@@ -1,0 +1,90 @@
+package deduplicator
+
+import (
+	"context"
+	"database/sql"
+
+	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
+)
+
+// Claim says which message is to be processed for whom.
+type Claim struct {
+	// Consumer is the scope of the key: consumers that both must see a message
+	// have different names. It must not be empty.
+	Consumer string
+
+	// Key identifies the message within the scope. Keys are compared byte for
+	// byte; any length and any bytes are fine, but not the empty key.
+	Key string
+
+	// Fingerprint identifies the content of the message, so that the same key
+	// with other content is noticed. Nil switches the check off.
+	Fingerprint []byte
+}
+
+// Output is a message that the work wants to be published once its transaction
+// is committed.
+type Output struct {
+	Topic    string
+	UUID     string
+	Metadata map[string]string
+	Payload  []byte
+}
+
+// Outcome says what Process found.
+type Outcome uint8
+
+const (
+	// Processed: the work ran and its transaction is committed.
+	Processed Outcome = iota + 1
+	// Duplicate: the key was claimed by a transaction that is committed already.
+	// The work has no effect.
+	Duplicate
+)
+
+// Result is what Process returns without an error.
+type Result struct {
+	Outcome Outcome
+
+	// Outputs are, for a duplicate, those outputs of the first run that were not
+	// forgotten yet, in their order and with their UUIDs: it is not known whether
+	// they were published, so the caller publishes them again.
+	Outputs []Output
+}
+
+// Work is the business side of a claim. The context that it gets carries the
+// transaction; it returns what to publish after the commit. It may be called
+// again, in a new transaction, when the database undid the attempt because of
+// another transaction, so it must not keep state from one call to the next. It
+// is never called twice at the same time for one Process.
+type Work func(ctx context.Context) ([]Output, error)
+
+// Store runs work once per claim. Implementations are safe for concurrent use;
+// package storetest has the tests that they must pass.
+type Store interface {
+	// Process runs work in a transaction that also records the claim and work's
+	// outputs, unless the claim is recorded already.
+	//
+	// When it returns an error nothing is durable, except for
+	// [ErrOutcomeUnknown]. An error of work comes back as it was. Others are:
+	// [ErrInvalidClaim]; [ErrConflict], the key is recorded with another
+	// fingerprint; [ErrInFlight], another transaction held the key for longer
+	// than the store waits; [ErrUnavailable], the database failed before work was
+	// called; [ErrNotCommitted], the commit was refused; [ErrTxEnded], work ended
+	// the transaction itself.
+	//
+	// A panic or Goexit of work rolls back and goes on. The context governs the
+	// whole transaction: when it ends before the commit, everything rolls back.
+	Process(ctx context.Context, claim Claim, work Work) (Result, error)
+
+	// Forget deletes the stored outputs of claims whose messages have been
+	// acknowledged, so published. Claims without stored outputs are skipped.
+	Forget(ctx context.Context, claims ...Claim) error
+}
+
+// ContextWithTx returns a context that carries tx, as the context of [Work] does.
+// It is for implementations of Store; handlers read the transaction with the Tx
+// function of package middleware.
+func ContextWithTx(ctx context.Context, tx *sql.Tx) context.Context {
+	return sqldb.ContextWithTx(ctx, tx)
+}

@@ -1,0 +1,167 @@
+// Package sqldb is what the SQL parts of this module share: dialects, table
+// names, keys as they are stored, error classes and the transaction in the
+// context. It knows no driver.
+package sqldb
+
+import (
+	"context"
+	"crypto/sha256"
+	"database/sql"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"regexp"
+	"strings"
+	"unicode/utf8"
+)
+
+// Dialect names a family of SQL databases.
+type Dialect string
+
+// The dialects. MySQL is also MariaDB.
+const (
+	PostgreSQL Dialect = "postgresql"
+	MySQL      Dialect = "mysql"
+	SQLite     Dialect = "sqlite"
+)
+
+// Validate returns an error for anything but the three dialects.
+func (d Dialect) Validate() error {
+	switch d {
+	case PostgreSQL, MySQL, SQLite:
+		return nil
+	}
+	return fmt.Errorf("dialect %q is unknown, must be %q, %q or %q", string(d), PostgreSQL, MySQL, SQLite)
+}
+
+// Rebind turns the ? of a query into $1, $2, … where the dialect wants that.
+// The query must not contain a ? that is not a placeholder.
+func (d Dialect) Rebind(query string) string {
+	if d != PostgreSQL {
+		return query
+	}
+	var b strings.Builder
+	n := 0
+	for _, r := range query {
+		if r == '?' {
+			n++
+			fmt.Fprintf(&b, "$%d", n)
+			continue
+		}
+		b.WriteRune(r)
+	}
+	return b.String()
+}
+
+var tableName = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]{0,62}(\.[A-Za-z_][A-Za-z0-9_]{0,62})?$`)
+
+// CheckTable returns an error if name is not a plain table name, optionally
+// with a schema before it, of letters, digits and underscores.
+func CheckTable(option, name string) error {
+	if !tableName.MatchString(name) {
+		return fmt.Errorf("%s: table name %q must be letters, digits and underscores, 1 to 63 of them, optionally after a schema and a dot", option, name)
+	}
+	return nil
+}
+
+// Quote quotes a name that CheckTable accepts.
+func (d Dialect) Quote(name string) string {
+	q := `"`
+	if d == MySQL {
+		q = "`"
+	}
+	return q + strings.ReplaceAll(name, ".", q+"."+q) + q
+}
+
+// Base returns the last part of a table name.
+func Base(name string) string {
+	return name[strings.LastIndexByte(name, '.')+1:]
+}
+
+// MaxKeyBytes is the width of the key columns.
+const MaxKeyBytes = 255
+
+const hashMark = "sha256:"
+
+// EncodeKey returns key as it is stored in a text or binary column of
+// MaxKeyBytes: unchanged, or as a marked SHA-256 when it is too long, holds a
+// NUL or is not UTF-8. A key that begins with the mark is hashed too, so that no
+// key can be taken for the hash of another one.
+func EncodeKey(key string) string {
+	if len(key) <= MaxKeyBytes && utf8.ValidString(key) &&
+		strings.IndexByte(key, 0) < 0 && !strings.HasPrefix(key, hashMark) {
+		return key
+	}
+	sum := sha256.Sum256([]byte(key))
+	return hashMark + hex.EncodeToString(sum[:])
+}
+
+type txKey struct{}
+
+// ContextWithTx returns ctx with the transaction in it.
+func ContextWithTx(ctx context.Context, tx *sql.Tx) context.Context {
+	return context.WithValue(ctx, txKey{}, tx)
+}
+
+// TxFromContext returns the transaction of ctx, if there is one.
+func TxFromContext(ctx context.Context) (*sql.Tx, bool) {
+	tx, ok := ctx.Value(txKey{}).(*sql.Tx)
+	return tx, ok
+}
+
+// CheckColumns returns an error that names each of table's columns that can't
+// be read. hint says how to create them.
+func CheckColumns(ctx context.Context, db *sql.DB, d Dialect, table, hint string, columns ...string) error {
+	probe := func(column string) error {
+		rows, err := db.QueryContext(ctx, "SELECT "+column+" FROM "+d.Quote(table)+" WHERE 1 = 0")
+		if err != nil {
+			return err
+		}
+		return errors.Join(rows.Err(), rows.Close())
+	}
+	if err := probe("1"); err != nil {
+		return fmt.Errorf("table %s: %w; %s", table, err, hint)
+	}
+	var errs []error
+	for _, column := range columns {
+		if err := probe(column); err != nil {
+			errs = append(errs, fmt.Errorf("table %s, column %s: %w; %s", table, column, err, hint))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Ping waits for db to answer, so that an unreachable server is told from a
+// missing table.
+func Ping(ctx context.Context, db *sql.DB) error {
+	if err := db.PingContext(ctx); err != nil {
+		return fmt.Errorf("database does not answer: %w", err)
+	}
+	return nil
+}
+
+// Apply runs the statements of script, which are separated by semicolons, so
+// that several instances can do it at once. They must be of the form "create if
+// it does not exist".
+func Apply(ctx context.Context, db *sql.DB, d Dialect, script string) error {
+	tx, err := db.BeginTx(ctx, nil)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = tx.Rollback() }() // after Commit it does nothing
+	if d == PostgreSQL {
+		// CREATE IF NOT EXISTS fails when two sessions run it at the same time.
+		if _, err := tx.ExecContext(ctx, "SELECT pg_advisory_xact_lock(7482510394471)"); err != nil {
+			return err
+		}
+	}
+	for _, stmt := range strings.Split(script, ";") {
+		if strings.TrimSpace(stmt) == "" {
+			continue
+		}
+		if _, err := tx.ExecContext(ctx, stmt); err != nil {
+			return err
+		}
+	}
+	return tx.Commit()
+}

@@ -1,0 +1,91 @@
+package sqldb
+
+import (
+	"errors"
+	"reflect"
+)
+
+// SQLite's result codes, without the extended part (https://sqlite.org/rescode.html).
+const (
+	sqliteBusy   = 5
+	sqliteLocked = 6
+)
+
+// MySQL's error numbers, the same on MariaDB.
+const (
+	mysqlLockWaitTimeout = 1205
+	mysqlDeadlock        = 1213
+	mariadbSnapshot      = 1020 // ER_CHECKREAD: innodb_snapshot_isolation, a write conflict at repeatable read
+)
+
+// Transient reports whether err, or an error in its chain, says that the
+// database undid or refused work because of other transactions, so that running
+// the whole transaction again may succeed. Only codes decide, never texts.
+func Transient(err error) bool {
+	state, number, code := codes(err)
+	switch state {
+	case "40001", "40P01", "55P03": // serialization_failure, deadlock_detected, lock_not_available
+		return true
+	}
+	switch number {
+	case mysqlLockWaitTimeout, mysqlDeadlock, mariadbSnapshot:
+		return true
+	}
+	return code == sqliteBusy || code == sqliteLocked
+}
+
+// LockTimeout reports whether err says that a row was locked by somebody else
+// for longer than the statement wanted to wait.
+func LockTimeout(err error) bool {
+	state, number, code := codes(err)
+	return state == "55P03" || number == mysqlLockWaitTimeout || code == sqliteBusy || code == sqliteLocked
+}
+
+// codes finds the SQLSTATE of a PostgreSQL driver, the error number of
+// go-sql-driver/mysql, or the primary result code of a SQLite driver in err's
+// chain. MySQLError offers no method, so its field is read by reflection.
+func codes(err error) (state string, number uint16, code int) {
+	if err == nil {
+		return "", 0, 0
+	}
+	var withState interface{ SQLState() string }
+	if errors.As(err, &withState) {
+		return withState.SQLState(), 0, 0
+	}
+	var withCode interface{ Code() int }
+	if errors.As(err, &withCode) {
+		return "", 0, withCode.Code() & 0xff
+	}
+	walk(err, func(e error) bool {
+		v := reflect.Indirect(reflect.ValueOf(e))
+		if v.Kind() != reflect.Struct || v.Type().Name() != "MySQLError" {
+			return false
+		}
+		if f := v.FieldByName("Number"); f.IsValid() && f.CanUint() {
+			number = uint16(f.Uint())
+		}
+		return true
+	})
+	return "", number, 0
+}
+
+// walk calls visit for err and what it wraps until visit returns true.
+func walk(err error, visit func(error) bool) bool {
+	if err == nil {
+		return false
+	}
+	if visit(err) {
+		return true
+	}
+	switch e := err.(type) { //nolint:errorlint // this is the walk itself
+	case interface{ Unwrap() error }:
+		return walk(e.Unwrap(), visit)
+	case interface{ Unwrap() []error }:
+		for _, inner := range e.Unwrap() {
+			if walk(inner, visit) {
+				return true
+			}
+		}
+	}
+	return false
+}

@@ -1,0 +1,113 @@
+package sqldb_test
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
+)
+
+type stateError string
+
+func (stateError) Error() string      { return "konnte Zugriff nicht serialisieren" }
+func (s stateError) SQLState() string { return string(s) }
+
+type MySQLError struct{ Number uint16 }
+
+func (*MySQLError) Error() string { return "verrou" }
+
+type codeError int
+
+func (codeError) Error() string { return "occupé" }
+func (c codeError) Code() int   { return int(c) }
+
+// B28: a conflict is recognised by its code through wraps and joins, whatever
+// language the server speaks.
+func TestTransientB28(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct {
+		err               error
+		transient, locked bool
+	}{
+		{nil, false, false},
+		{errors.New("40001 deadlock detected, database is locked"), false, false},
+		{stateError("40001"), true, false},
+		{stateError("40P01"), true, false},
+		{stateError("55P03"), true, true},
+		{stateError("23505"), false, false},
+		{&MySQLError{1213}, true, false},
+		{&MySQLError{1205}, true, true},
+		{&MySQLError{1062}, false, false},
+		{codeError(5), true, true},
+		{codeError(517), true, true}, // SQLITE_BUSY_SNAPSHOT
+		{codeError(262), true, true}, // SQLITE_LOCKED_SHAREDCACHE
+		{codeError(19), false, false},
+	} {
+		for _, err := range []error{tt.err, wrap(tt.err), join(tt.err)} {
+			if got := sqldb.Transient(err); got != tt.transient {
+				t.Errorf("Transient(%#v) = %v", err, got)
+			}
+			if got := sqldb.LockTimeout(err); got != tt.locked {
+				t.Errorf("LockTimeout(%#v) = %v", err, got)
+			}
+		}
+	}
+}
+
+func wrap(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("outer: %w", err)
+}
+
+func join(err error) error {
+	if err == nil {
+		return nil
+	}
+	return errors.Join(errors.New("first"), wrap(err))
+}
+
+func TestTableNames(t *testing.T) {
+	t.Parallel()
+	for name, ok := range map[string]bool{
+		"processed_messages":     true,
+		"app.processed_messages": true,
+		"":                       false,
+		`a"b`:                    false,
+		"a`b":                    false,
+		"a.b.c":                  false,
+		"1a":                     false,
+		"a b":                    false,
+		"a;drop table x":         false,
+		strings.Repeat("a", 64):  false,
+	} {
+		if err := sqldb.CheckTable("WithTable", name); (err == nil) != ok {
+			t.Errorf("CheckTable(%q) = %v", name, err)
+		}
+	}
+	if got := sqldb.MySQL.Quote("app.t"); got != "`app`.`t`" {
+		t.Error(got)
+	}
+}
+
+// Two keys are stored alike only if they are alike, and what is stored fits.
+func FuzzEncodeKey(f *testing.F) {
+	long := strings.Repeat("k", 300)
+	f.Add("a", "A")
+	f.Add("a\x00b", "ab")
+	f.Add("\xff", "\ufffd")
+	f.Add(long, sqldb.EncodeKey(long))
+	f.Add("a ", "a")
+	f.Fuzz(func(t *testing.T, a, b string) {
+		ea, eb := sqldb.EncodeKey(a), sqldb.EncodeKey(b)
+		if (a == b) != (ea == eb) {
+			t.Errorf("%q and %q are stored as %q and %q", a, b, ea, eb)
+		}
+		if len(ea) > sqldb.MaxKeyBytes || strings.ContainsRune(ea, 0) {
+			t.Errorf("%q does not fit its column", ea)
+		}
+	})
+}

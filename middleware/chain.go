@@ -1,0 +1,116 @@
+package middleware
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+
+	"github.com/ThreeDotsLabs/watermill/message"
+
+	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
+)
+
+// ErrInvalidOption is wrapped by every error of [Chain].
+var ErrInvalidOption = errors.New("middleware: invalid option")
+
+// Link is one part of a [Chain]. The functions of this package that return a
+// Link make them.
+type Link struct {
+	name       string
+	rank       int
+	middleware message.HandlerMiddleware
+	observers  []Observer // of WithObserver only
+	err        error
+}
+
+// The order of links, outermost first.
+const (
+	rankObserver = iota + 1
+	rankPoisonQueue
+	rankRetry
+	rankDeduplicate
+	rankRejectStale
+	rankPartition
+)
+
+// reasons say why a link must come before the one with its rank.
+var reasons = map[int]string{
+	rankPoisonQueue: "an observer outside sees what was parked",
+	rankRetry:       "a poison queue inside the retry would leave nothing to retry",
+	rankDeduplicate: "a retry or poison queue inside the transaction would commit a failed attempt",
+	rankRejectStale: "the version is written in the transaction that Deduplicate opens",
+	rankPartition:   "messages are stored with the partition key that Partition gives them",
+}
+
+// Chain returns the middlewares of links for Router.AddMiddleware or
+// Handler.AddMiddleware. Give it the links in the order in which messages pass
+// them, outermost first: WithObserver, WithPoisonQueue, WithRetry, Deduplicate,
+// RejectStale, Partition. Each can be left out, except that RejectStale needs
+// Deduplicate.
+//
+// The result also turns a panic of the handler into a [PanicError], gives the
+// message's context back as it came, returns a message to the broker (nack) when
+// its handler leaves by Goexit, and waits a moment before it returns any message
+// to the broker, so that nothing loops hot.
+//
+// It returns an error that wraps [ErrInvalidOption] and names every wrong
+// argument and link.
+func Chain(links ...Link) ([]message.HandlerMiddleware, error) {
+	var errs []error
+	var observers []Observer
+	if len(links) == 0 {
+		errs = append(errs, errors.New("Chain: no links"))
+	}
+	ranks := make(map[int]bool)
+	for i, link := range links {
+		if link.name == "" {
+			errs = append(errs, fmt.Errorf("Chain: link %d is the zero Link", i))
+			continue
+		}
+		if link.err != nil {
+			errs = append(errs, fmt.Errorf("%s: %w", link.name, link.err))
+		}
+		if ranks[link.rank] {
+			errs = append(errs, fmt.Errorf("Chain: %s is there twice", link.name))
+		}
+		for _, inner := range links[:i] {
+			if inner.rank > link.rank {
+				errs = append(errs, fmt.Errorf("Chain: %s must come before %s: %s", link.name, inner.name, reasons[inner.rank]))
+			}
+		}
+		ranks[link.rank] = true
+		observers = append(observers, link.observers...)
+	}
+	if ranks[rankRejectStale] && !ranks[rankDeduplicate] {
+		errs = append(errs, fmt.Errorf("Chain: RejectStale without Deduplicate: %s", reasons[rankRejectStale]))
+	}
+	if len(errs) > 0 {
+		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, errors.Join(errs...))
+	}
+
+	chain := []message.HandlerMiddleware{guard(observers)}
+	recovered := false
+	for _, link := range links {
+		if link.rank >= rankDeduplicate && !recovered {
+			chain = append(chain, recoverer)
+			recovered = true
+		}
+		if link.middleware != nil {
+			chain = append(chain, link.middleware)
+		}
+	}
+	if !recovered {
+		chain = append(chain, recoverer)
+	}
+	return chain, nil
+}
+
+// Tx returns the transaction in which the message's key is claimed. It is
+// committed after the handler returns nil and rolled back otherwise: do not
+// commit or roll it back, and do not use it after the handler has returned. It
+// reports false outside of Deduplicate and for a store that is not on
+// database/sql.
+func Tx(ctx context.Context) (*sql.Tx, bool) {
+	return sqldb.TxFromContext(ctx)
+}

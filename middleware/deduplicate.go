@@ -1,0 +1,183 @@
+package middleware
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync/atomic"
+
+	"github.com/ThreeDotsLabs/watermill/message"
+
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/ordering"
+)
+
+// ErrNoConsumer says that Deduplicate can't tell in whose name to claim: the
+// message did not come through a Router, or WithConsumer gave one name to two
+// handlers. Nothing is durable; the message is returned to the broker.
+var ErrNoConsumer = errors.New("middleware: no consumer name")
+
+// DeduplicateOption configures [Deduplicate].
+type DeduplicateOption interface{ applyDeduplicate(*deduplicate) }
+
+type deduplicateOptionFunc func(*deduplicate)
+
+func (f deduplicateOptionFunc) applyDeduplicate(d *deduplicate) { f(d) }
+
+type deduplicate struct {
+	store       deduplicator.Store
+	key         deduplicator.KeyFunc
+	fingerprint deduplicator.FingerprintFunc
+	consumer    string
+	handler     atomic.Pointer[string] // the one that uses consumer
+	forget      *forgetter
+	err         error
+}
+
+// WithKey sets where the idempotency key of a message is. It is required.
+func WithKey(key deduplicator.KeyFunc) DeduplicateOption {
+	return deduplicateOptionFunc(func(d *deduplicate) { d.key = key })
+}
+
+// WithConsumer sets the scope of the keys, instead of the handler's name: for a
+// handler that was renamed. One name serves one handler.
+func WithConsumer(name string) DeduplicateOption {
+	return deduplicateOptionFunc(func(d *deduplicate) {
+		d.consumer = name
+		if name == "" {
+			d.err = errors.New("WithConsumer: name is empty")
+		}
+	})
+}
+
+// WithFingerprint sets what two messages with one key must have in common,
+// instead of the SHA-256 of the payload. Where a producer that sends again builds
+// the payload anew, with another time for example, choose the part that stays the
+// same; nil switches the comparison off.
+func WithFingerprint(fingerprint deduplicator.FingerprintFunc) DeduplicateOption {
+	return deduplicateOptionFunc(func(d *deduplicate) { d.fingerprint = fingerprint })
+}
+
+// Deduplicate runs the handler in a transaction of store that also claims the
+// message's key: see [deduplicator.Store]. A message whose key is claimed already
+// is acknowledged, its handler not called. Messages that the handler returns are
+// stored in the same transaction until the message is acknowledged, and returned
+// again, as they were, when a duplicate comes before that.
+//
+// Everything that goes wrong rolls the transaction back: an error, a panic, a
+// Goexit, the end of the message's context. A message without a key and one with
+// the key of another message are permanent errors.
+//
+// The transaction is what [Tx] returns. Middlewares added after this one run
+// inside it.
+func Deduplicate(store deduplicator.Store, opts ...DeduplicateOption) Link {
+	d := &deduplicate{store: store, fingerprint: deduplicator.PayloadFingerprint, forget: &forgetter{store: store}}
+	for _, opt := range opts {
+		opt.applyDeduplicate(d)
+	}
+	errs := []error{d.err}
+	if store == nil {
+		errs = append(errs, errors.New("store is nil"))
+	}
+	if d.key == nil {
+		errs = append(errs, errors.New("no key: use WithKey"))
+	}
+	return Link{name: "Deduplicate", rank: rankDeduplicate, middleware: d.middleware, err: errors.Join(errs...)}
+}
+
+func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
+	return func(msg *message.Message) ([]*message.Message, error) {
+		ctx := msg.Context()
+		claim, err := d.claim(ctx, msg)
+		if err != nil {
+			return nil, err
+		}
+		var produced []*message.Message // of the last attempt
+		state := deliveryFrom(ctx)
+		payload := msg.Payload
+		result, err := d.store.Process(ctx, claim, func(txCtx context.Context) ([]deduplicator.Output, error) {
+			state.outcome = Processed
+			txCtx = context.WithValue(txCtx, claimKey{}, claim)
+			msg.SetContext(txCtx)
+			defer msg.SetContext(ctx)
+			msg.Payload = payload // an earlier attempt may have replaced it
+			var err error
+			if produced, err = h(msg); err != nil {
+				return nil, err
+			}
+			return toOutputs(message.PublishTopicFromCtx(ctx), produced)
+		})
+		msg.Payload = payload
+		switch {
+		case errors.Is(err, ordering.ErrStale):
+			state.outcome = Stale
+			return nil, nil
+		case err != nil:
+			return nil, err
+		case result.Outcome == deduplicator.Duplicate:
+			state.outcome = Duplicate
+			produced = fromOutputs(result.Outputs)
+		}
+		if len(produced) > 0 {
+			d.forget.afterAck(msg, claim)
+		}
+		return produced, nil
+	}
+}
+
+func (d *deduplicate) claim(ctx context.Context, msg *message.Message) (deduplicator.Claim, error) {
+	handler := message.HandlerNameFromCtx(ctx)
+	consumer := handler
+	if d.consumer != "" {
+		consumer = d.consumer
+		if !d.handler.CompareAndSwap(nil, &handler) && *d.handler.Load() != handler {
+			return deduplicator.Claim{}, fmt.Errorf("%w: WithConsumer(%q) serves handler %q, so not %q",
+				ErrNoConsumer, consumer, *d.handler.Load(), handler)
+		}
+	}
+	if consumer == "" {
+		return deduplicator.Claim{}, fmt.Errorf("%w: the message has no handler name; add the chain to a Router or use WithConsumer", ErrNoConsumer)
+	}
+	key, err := d.key(msg)
+	if err != nil {
+		return deduplicator.Claim{}, Permanent(err)
+	}
+	if key == "" {
+		return deduplicator.Claim{}, Permanent(deduplicator.ErrNoKey)
+	}
+	claim := deduplicator.Claim{Consumer: consumer, Key: key}
+	if d.fingerprint != nil {
+		claim.Fingerprint = d.fingerprint(msg)
+	}
+	return claim, nil
+}
+
+type claimKey struct{}
+
+func claimFrom(ctx context.Context) (deduplicator.Claim, bool) {
+	claim, ok := ctx.Value(claimKey{}).(deduplicator.Claim)
+	return claim, ok
+}
+
+func toOutputs(topic string, produced []*message.Message) ([]deduplicator.Output, error) {
+	if len(produced) == 0 {
+		return nil, nil
+	}
+	if topic == "" { // the Router would refuse them, after the commit
+		return nil, message.ErrOutputInNoPublisherHandler
+	}
+	outputs := make([]deduplicator.Output, len(produced))
+	for i, msg := range produced {
+		outputs[i] = deduplicator.Output{Topic: topic, UUID: msg.UUID, Metadata: msg.Metadata, Payload: msg.Payload}
+	}
+	return outputs, nil
+}
+
+func fromOutputs(outputs []deduplicator.Output) []*message.Message {
+	produced := make([]*message.Message, len(outputs))
+	for i, output := range outputs {
+		produced[i] = message.NewMessage(output.UUID, output.Payload)
+		produced[i].Metadata = output.Metadata
+	}
+	return produced
+}

@@ -1,0 +1,20 @@
+// Package middleware makes the effects of Watermill handlers happen once and in
+// order per entity.
+//
+// [Chain] builds the middlewares of a router from links, outermost first:
+//
+//	WithObserver     what became of each delivery
+//	WithPoisonQueue  parks messages that can't be processed
+//	WithRetry        runs the rest again, with backoff, after an error
+//	Deduplicate      one SQL transaction with the claim of the message's key
+//	RejectStale      ignores events older than what their entity has seen
+//	Partition        gives produced messages their partition key
+//
+// Every link may be left out; the order is checked, since another one loses or
+// repeats work. The handler reads its transaction with [Tx].
+//
+// Watermill's own package has the same name: import this one as "idempotent"
+// where both are used. Do not put Watermill's Retry, PoisonQueue or Recoverer
+// inside this chain: they would hide the handler's error from the transaction,
+// which would then commit a failed attempt.
+package middleware

@@ -1,0 +1,106 @@
+package middleware
+
+import (
+	"errors"
+	"fmt"
+	"runtime/debug"
+	"unicode/utf8"
+
+	"github.com/ThreeDotsLabs/watermill/message"
+
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/ordering"
+)
+
+// Permanent marks err as one that trying again can't mend: the message goes to
+// the poison queue at once. The handler's transaction is rolled back as for every
+// error. Permanent(nil) is nil.
+func Permanent(err error) error {
+	if err == nil {
+		return nil
+	}
+	return &permanentError{err}
+}
+
+type permanentError struct{ err error }
+
+func (e *permanentError) Error() string { return e.err.Error() }
+func (e *permanentError) Unwrap() error { return e.err }
+
+// IsPermanent reports whether err goes to the poison queue without a retry: it
+// was marked with [Permanent], or it is about a message that has no key, no
+// version, no partition key, or the key or version of another one.
+func IsPermanent(err error) bool {
+	var marked *permanentError
+	if errors.As(err, &marked) {
+		return true
+	}
+	for _, target := range []error{
+		deduplicator.ErrNoKey, deduplicator.ErrInvalidClaim, deduplicator.ErrConflict,
+		ordering.ErrInvalidVersion, ordering.ErrVersionConflict, ordering.ErrInvalidKey,
+	} {
+		if errors.Is(err, target) {
+			return true
+		}
+	}
+	return false
+}
+
+// blameless reports whether err says nothing about the message: parking it would
+// empty the broker into the poison queue while the database is down.
+func blameless(err error) bool {
+	for _, target := range []error{
+		deduplicator.ErrInFlight, deduplicator.ErrUnavailable, deduplicator.ErrOutcomeUnknown,
+		ErrNoConsumer,
+	} {
+		if errors.Is(err, target) {
+			return true
+		}
+	}
+	return false
+}
+
+// PanicError is a panic of a handler as an error.
+type PanicError struct {
+	Value any
+	Stack []byte // as runtime/debug.Stack returns it
+}
+
+func (e *PanicError) Error() string { return fmt.Sprintf("handler panicked: %v", e.Value) }
+
+// Unwrap returns the panic's value if it is an error.
+func (e *PanicError) Unwrap() error {
+	err, _ := e.Value.(error)
+	return err
+}
+
+// recoverer turns panics into errors, so that the links outside can retry and
+// park. It stands outside the transaction, which has rolled back by then.
+func recoverer(h message.HandlerFunc) message.HandlerFunc {
+	return func(msg *message.Message) (produced []*message.Message, err error) {
+		defer func() {
+			if value := recover(); value != nil {
+				produced, err = nil, &PanicError{Value: value, Stack: debug.Stack()}
+			}
+		}()
+		return h(msg)
+	}
+}
+
+// maxReason is the longest reason in bytes: headers share one frame on RabbitMQ
+// (128 KiB by default), and observers write to logs.
+const maxReason = 1024
+
+// reason is the text of err, cut to maxReason.
+func reason(err error) string {
+	text := err.Error()
+	if len(text) <= maxReason {
+		return text
+	}
+	const more = "…"
+	cut := maxReason - len(more)
+	for cut > 0 && !utf8.RuneStart(text[cut]) {
+		cut--
+	}
+	return text[:cut] + more
+}

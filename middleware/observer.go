@@ -1,0 +1,216 @@
+package middleware
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"math/rand/v2"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill/message"
+
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/ordering"
+)
+
+// Outcome says what became of a delivery.
+type Outcome string
+
+// The outcomes. Every delivery has exactly one; Retried comes in addition, once
+// for each attempt that failed and was followed by another one.
+const (
+	// Processed: the handler returned nil and its transaction is committed.
+	Processed Outcome = "processed"
+	// Duplicate: the key was processed before. The message is acknowledged.
+	Duplicate Outcome = "duplicate"
+	// Stale: the entity has seen this version or a higher one. The message is
+	// acknowledged.
+	Stale Outcome = "stale"
+	// Conflict: the key or version was seen with other content. The message was
+	// parked; without a poison queue, returned to the broker.
+	Conflict Outcome = "conflict"
+	// Parked: the message is in the poison queue, and acknowledged.
+	Parked Outcome = "parked"
+	// InFlight: another delivery of the message held its key for too long. The
+	// message was returned to the broker.
+	InFlight Outcome = "in_flight"
+	// Failed: the message was returned to the broker because of an error.
+	Failed Outcome = "failed"
+	// Retried: an attempt failed and the next one follows after a pause.
+	Retried Outcome = "retried"
+)
+
+// Event tells an [Observer] what became of a delivery.
+//
+// Processed, Duplicate and Stale are reported when the middlewares return, before
+// the Router publishes what the handler returned: when that fails, the message is
+// delivered again as a duplicate.
+type Event struct {
+	Outcome     Outcome
+	Handler     string
+	Topic       string
+	MessageUUID string
+	Duration    time.Duration // since the message entered the chain; for Retried, of the attempt
+	Attempt     int           // 1 for the first
+	Err         error         // why: nil for Processed, Duplicate and Stale
+}
+
+// Observer is called for each [Event], by the goroutine of the delivery, which
+// waits for it. It must be safe for concurrent use. ctx is the message's.
+type Observer func(ctx context.Context, event Event)
+
+// WithObserver calls observers, in turn, with what becomes of each delivery. It
+// is the seam for metrics and logs; [LogObserver] is one.
+func WithObserver(observers ...Observer) Link {
+	link := Link{name: "WithObserver", rank: rankObserver, observers: observers}
+	if len(observers) == 0 {
+		link.err = errors.New("no observers")
+	}
+	for _, observe := range observers {
+		if observe == nil {
+			link.err = errors.New("observer is nil")
+		}
+	}
+	return link
+}
+
+// LogObserver returns an Observer that writes one line per event to logger: with
+// level debug for processed messages, info for duplicate and stale ones, warn for
+// retries and messages in flight, error for the rest. Lines have the message's
+// UUID and the error's text, cut to 1 KiB, never its payload or metadata.
+func LogObserver(logger *slog.Logger) Observer {
+	levels := map[Outcome]slog.Level{
+		Processed: slog.LevelDebug,
+		Duplicate: slog.LevelInfo,
+		Stale:     slog.LevelInfo,
+		Retried:   slog.LevelWarn,
+		InFlight:  slog.LevelWarn,
+		Conflict:  slog.LevelError,
+		Parked:    slog.LevelError,
+		Failed:    slog.LevelError,
+	}
+	return func(ctx context.Context, e Event) {
+		level := levels[e.Outcome]
+		if !logger.Enabled(ctx, level) {
+			return
+		}
+		attrs := []slog.Attr{
+			slog.String("outcome", string(e.Outcome)),
+			slog.String("handler", e.Handler),
+			slog.String("topic", e.Topic),
+			slog.String("message_uuid", e.MessageUUID),
+			slog.Duration("duration", e.Duration),
+			slog.Int("attempt", e.Attempt),
+		}
+		if e.Err != nil {
+			attrs = append(attrs, slog.String("reason", reason(e.Err)))
+		}
+		var panicked *PanicError
+		if errors.As(e.Err, &panicked) {
+			attrs = append(attrs, slog.String("stack", string(panicked.Stack)))
+		}
+		logger.LogAttrs(ctx, level, "message "+string(e.Outcome), attrs...)
+	}
+}
+
+// delivery is what the links of a chain know together about one delivery. It is
+// used by one goroutine at a time.
+type delivery struct {
+	observers []Observer
+	outcome   Outcome // of an attempt without an error
+	attempt   int
+	parked    error // why the message is in the poison queue
+}
+
+type deliveryKey struct{}
+
+func deliveryFrom(ctx context.Context) *delivery {
+	d, ok := ctx.Value(deliveryKey{}).(*delivery)
+	if !ok { // a link that is used without its chain
+		d = &delivery{}
+	}
+	return d
+}
+
+func (d *delivery) report(msg *message.Message, outcome Outcome, since time.Time, err error) {
+	if len(d.observers) == 0 {
+		return
+	}
+	ctx := msg.Context()
+	event := Event{
+		Outcome:     outcome,
+		Handler:     message.HandlerNameFromCtx(ctx),
+		Topic:       message.SubscribeTopicFromCtx(ctx),
+		MessageUUID: msg.UUID,
+		Duration:    time.Since(since),
+		Attempt:     d.attempt,
+		Err:         err,
+	}
+	for _, observe := range d.observers {
+		observe(ctx, event)
+	}
+}
+
+// result is the outcome of a delivery whose chain returned err.
+func (d *delivery) result(err error) (Outcome, error) {
+	if err == nil && d.parked == nil {
+		return d.outcome, nil
+	}
+	cause := errors.Join(d.parked, err)
+	switch {
+	case errors.Is(cause, deduplicator.ErrConflict), errors.Is(cause, ordering.ErrVersionConflict):
+		return Conflict, cause
+	case d.parked != nil:
+		return Parked, cause
+	case errors.Is(err, deduplicator.ErrInFlight):
+		return InFlight, err
+	}
+	return Failed, err
+}
+
+// guard is the outermost part of every chain.
+func guard(observers []Observer) message.HandlerMiddleware {
+	return func(h message.HandlerFunc) message.HandlerFunc {
+		return func(msg *message.Message) (produced []*message.Message, err error) {
+			ctx := msg.Context()
+			d := &delivery{observers: observers, outcome: Processed, attempt: 1}
+			started := time.Now()
+			returned := false
+			defer func() {
+				msg.SetContext(ctx)
+				if !returned { // Goexit: the Router would leave the message without an answer
+					d.report(msg, Failed, started, errGoexit)
+					msg.Nack()
+				}
+			}()
+			msg.SetContext(context.WithValue(ctx, deliveryKey{}, d))
+			produced, err = h(msg)
+			returned = true
+			msg.SetContext(ctx)
+			outcome, cause := d.result(err)
+			d.report(msg, outcome, started, cause)
+			if err != nil {
+				pause(ctx, nackPause/2+rand.N(nackPause)) //nolint:gosec // jitter is no secret
+			}
+			return produced, err
+		}
+	}
+}
+
+var errGoexit = errors.New("handler ended its goroutine")
+
+// nackPause is about how long a message waits before it goes back to the broker,
+// which may deliver it again at once.
+const nackPause = 100 * time.Millisecond
+
+// pause waits for d or until ctx ends, and reports whether d passed.
+func pause(ctx context.Context, d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}

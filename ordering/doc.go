@@ -1,0 +1,8 @@
+// Package ordering keeps the events of one entity in order.
+//
+// A partition key ([KeyFunc], [StampKey]) sends all events of an entity through
+// one shard of a [Broker], on RabbitMQ (package amqpshard) and Kafka (package
+// kafkashard) alike. [Versions] refuses an event that is older than what its
+// entity has already seen, in the handler's own SQL transaction, whatever the
+// broker did to the order.
+package ordering

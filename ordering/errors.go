@@ -1,0 +1,43 @@
+package ordering
+
+import (
+	"errors"
+	"fmt"
+)
+
+var (
+	// ErrInvalidOption is wrapped by every error about an argument or option of
+	// a constructor.
+	ErrInvalidOption = errors.New("ordering: invalid option")
+
+	// ErrSchema says that a table or column is missing or can't be read.
+	ErrSchema = errors.New("ordering: schema is not ready")
+
+	// ErrInvalidVersion says that a message carries no version or one that is not
+	// a plain decimal integer from 0 to 2^63-1.
+	ErrInvalidVersion = errors.New("ordering: invalid version")
+
+	// ErrStale is for handlers that keep the version in their own table, with
+	// UPDATE … SET …, versi = $3 WHERE id = $1 AND versi < $3: they return it (see
+	// [RequireApplied]) when no row changed. The transaction is rolled back, the
+	// message acknowledged and counted as stale.
+	ErrStale = errors.New("ordering: event is older than what the entity has seen")
+
+	// ErrVersionConflict is matched by every [VersionConflictError].
+	ErrVersionConflict = errors.New("ordering: same version, other content")
+)
+
+// VersionConflictError reports an event with the version that its entity has, but
+// with other content than the event that set it. It changes nothing.
+type VersionConflictError struct {
+	Consumer string
+	Entity   string
+	Version  int64
+}
+
+func (e *VersionConflictError) Error() string {
+	return fmt.Sprintf("ordering: consumer %q has seen version %d of entity %q with other content", e.Consumer, e.Version, e.Entity)
+}
+
+// Is reports whether target is ErrVersionConflict.
+func (e *VersionConflictError) Is(target error) bool { return target == ErrVersionConflict }
