@@ -1,0 +1,376 @@
+package middleware_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"unicode/utf8"
+
+	"github.com/ThreeDotsLabs/watermill/message"
+
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/middleware"
+	"github.com/seed-2f56a981/watermill-idempotent/ordering"
+)
+
+func deduplicateOnly(b *bench) []middleware.Link {
+	return []middleware.Link{middleware.Deduplicate(b.store, byEventID())}
+}
+
+func full(b *bench) []middleware.Link {
+	return []middleware.Link{
+		middleware.WithPoisonQueue(b.poison, "poison"),
+		middleware.WithRetry(middleware.Retry{MaxRetries: 3}),
+		middleware.Deduplicate(b.store, byEventID()),
+	}
+}
+
+func want[T comparable](t *testing.T, what string, got, want []T) {
+	t.Helper()
+	if !slices.Equal(got, want) {
+		t.Errorf("%s: got %v, want %v", what, got, want)
+	}
+}
+
+// B01: the handler fails at the first delivery; the second one runs, a third is a
+// duplicate.
+func TestFailedDeliveryRunsAgainB01(t *testing.T) {
+	t.Parallel()
+	calls := 0
+	run(t, deduplicateOnly, func(*message.Message) ([]*message.Message, error) {
+		if calls++; calls == 1 {
+			return nil, errors.New("first try")
+		}
+		return nil, nil
+	}, func(b *bench) {
+		b.deliver(t, newMessage("a", "1"))
+		b.until(func() bool { return len(b.events.outcomes()) == 2 }) // the broker delivers again after the nack pause
+		b.deliver(t, newMessage("a", "1"))
+		want(t, "outcomes", b.events.outcomes(), []middleware.Outcome{middleware.Failed, middleware.Processed, middleware.Duplicate})
+		if calls != 2 {
+			t.Errorf("%d calls", calls)
+		}
+	})
+}
+
+// Everything that can end an attempt, in a chain with retry and poison queue.
+func TestOutcomes(t *testing.T) {
+	t.Parallel()
+	boom := errors.New("boom")
+	for name, tt := range map[string]struct {
+		handler  func(call int) error
+		store    error // the store fails
+		noKey    bool
+		outcomes []middleware.Outcome
+		calls    int
+		parked   string // part of the reason
+	}{
+		"success":      {outcomes: []middleware.Outcome{middleware.Processed}, calls: 1},
+		"second try":   {handler: failUntil(2, boom), outcomes: []middleware.Outcome{middleware.Retried, middleware.Processed}, calls: 2},
+		"panic":        {handler: func(int) error { panic("lost") }, outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, calls: 4, parked: "handler panicked: lost"},
+		"panic (nil)":  {handler: func(int) error { panic(nil) }, outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, calls: 4, parked: "panic called with nil argument"}, //nolint:govet // on purpose
+		"always":       {handler: failUntil(100, boom), outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, calls: 4, parked: "boom"},
+		"permanent":    {handler: failUntil(100, middleware.Permanent(boom)), outcomes: []middleware.Outcome{"parked"}, calls: 1, parked: "boom"},
+		"stale":        {handler: failUntil(100, fmt.Errorf("order 7: %w", ordering.ErrStale)), outcomes: []middleware.Outcome{"stale"}, calls: 1},
+		"R1 no key":    {noKey: true, outcomes: []middleware.Outcome{"parked"}, parked: `metadata field "event_id" is missing`},
+		"own cancel":   {handler: failUntil(100, context.Canceled), outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, calls: 4, parked: "context canceled"},
+		"conflict":     {store: &deduplicator.ConflictError{Consumer: "stock", Key: "a"}, outcomes: []middleware.Outcome{"conflict"}, parked: "other content"},
+		"bad commit":   {store: deduplicator.ErrNotCommitted, outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, parked: "not committed"},
+		"not to blame": {store: deduplicator.ErrUnavailable, outcomes: []middleware.Outcome{"retried", "retried", "retried", "failed"}},
+		"in flight":    {store: deduplicator.ErrInFlight, outcomes: []middleware.Outcome{"retried", "retried", "retried", "in_flight"}},
+		"unknown":      {store: deduplicator.ErrOutcomeUnknown, outcomes: []middleware.Outcome{"retried", "retried", "retried", "failed"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			calls := 0
+			run(t, full, func(*message.Message) ([]*message.Message, error) {
+				calls++
+				if tt.handler == nil {
+					return nil, nil
+				}
+				return nil, tt.handler(calls)
+			}, func(b *bench) {
+				b.store.failing = tt.store
+				msg := newMessage("a", "1")
+				if tt.noKey {
+					msg = newMessage("", "1")
+				}
+				b.deliver(t, msg)
+				b.until(func() bool { return len(b.events.outcomes()) >= len(tt.outcomes) })
+				b.store.mu.Lock()
+				b.store.failing = nil // let what was returned to the broker end
+				b.store.mu.Unlock()
+				want(t, "outcomes", b.events.outcomes()[:len(tt.outcomes)], tt.outcomes)
+				if tt.store == nil && calls != tt.calls {
+					t.Errorf("%d calls, want %d", calls, tt.calls)
+				}
+				parked := b.poison.sent("poison")
+				if (len(parked) > 0) != (tt.parked != "") {
+					t.Fatalf("%d messages parked", len(parked))
+				}
+				if tt.parked == "" {
+					return
+				}
+				got := parked[0]
+				if r := got.Metadata.Get("reason_poisoned"); !strings.Contains(r, tt.parked) {
+					t.Errorf("reason %q", r)
+				}
+				if got.UUID != msg.UUID || string(got.Payload) != "1" || got.Metadata.Get("topic_poisoned") != topic ||
+					got.Metadata.Get("handler_poisoned") != "stock" || got.Metadata.Get(ordering.PartitionKeyMetadata) == "" {
+					t.Errorf("parked %v %v", got.UUID, got.Metadata)
+				}
+				if msg.Metadata.Get("reason_poisoned") != "" {
+					t.Error("the original message was changed")
+				}
+			})
+		})
+	}
+}
+
+func failUntil(call int, err error) func(int) error {
+	return func(n int) error {
+		if n < call {
+			return err
+		}
+		return nil
+	}
+}
+
+// B52: the poison queue is down. The message is not acknowledged, and parked once
+// it is up again.
+func TestPoisonQueueDownB52(t *testing.T) {
+	t.Parallel()
+	run(t, full, func(*message.Message) ([]*message.Message, error) {
+		return nil, middleware.Permanent(errors.New("bad order"))
+	}, func(b *bench) {
+		b.poison.fail = func(_ string, n int) error {
+			if n < 3 {
+				return errors.New("poison queue is down")
+			}
+			return nil
+		}
+		b.deliver(t, newMessage("a", "1"))
+		b.until(func() bool { return len(b.poison.sent("poison")) > 0 })
+		synctest.Wait()
+		want(t, "outcomes", b.events.outcomes(), []middleware.Outcome{"failed", "failed", "parked"})
+	})
+}
+
+// B54: a reason that would not fit into a frame is cut between characters.
+func TestLongReasonB54(t *testing.T) {
+	t.Parallel()
+	run(t, full, func(*message.Message) ([]*message.Message, error) {
+		return nil, middleware.Permanent(errors.New(strings.Repeat("é", 100_000)))
+	}, func(b *bench) {
+		b.deliver(t, newMessage("a", "1"))
+		r := b.poison.sent("poison")[0].Metadata.Get("reason_poisoned")
+		if len(r) > 1024 || len(r) < 1000 || !utf8.ValidString(r) {
+			t.Errorf("%d bytes, valid %v", len(r), utf8.ValidString(r))
+		}
+	})
+}
+
+// A handler that leaves by Goexit would stay without an answer in the Router.
+func TestGoexitIsReturnedToTheBroker(t *testing.T) {
+	t.Parallel()
+	calls := 0
+	run(t, full, func(*message.Message) ([]*message.Message, error) {
+		if calls++; calls == 1 {
+			runtime.Goexit()
+		}
+		return nil, nil
+	}, func(b *bench) {
+		b.deliver(t, newMessage("a", "1"))
+		want(t, "outcomes", b.events.outcomes(), []middleware.Outcome{"failed", "processed"})
+	})
+}
+
+// B85: an attempt's context, transaction included, does not reach the next one.
+func TestContextIsGivenBackB85(t *testing.T) {
+	t.Parallel()
+	type mark struct{}
+	var seen []any
+	run(t, full, func(msg *message.Message) ([]*message.Message, error) {
+		ctx := msg.Context()
+		seen = append(seen, ctx.Value(mark{}), ctx.Err())
+		ctx, cancel := context.WithCancel(context.WithValue(ctx, mark{}, "attempt"))
+		msg.SetContext(ctx)
+		cancel()
+		if len(seen) < 6 {
+			return nil, errors.New("again")
+		}
+		return nil, nil
+	}, func(b *bench) {
+		b.deliver(t, newMessage("a", "1"))
+		b.until(func() bool { return slices.Contains(b.events.outcomes(), middleware.Processed) })
+		for _, value := range seen {
+			if value != nil {
+				t.Errorf("saw %v", seen)
+			}
+		}
+	})
+}
+
+// B09: the broker refuses what the handler returned. The redelivery does not run
+// the handler, but returns the same messages.
+func TestOutputsSurviveAFailedPublishB09(t *testing.T) {
+	t.Parallel()
+	calls := 0
+	run(t, full, func(*message.Message) ([]*message.Message, error) {
+		calls++
+		out := message.NewMessage(fmt.Sprint("output-", calls), []byte("reserved"))
+		out.Metadata.Set("call", fmt.Sprint(calls))
+		return []*message.Message{out, message.NewMessage("second", nil)}, nil
+	}, func(b *bench) {
+		b.outputs.fail = func(_ string, n int) error {
+			if n < 3 {
+				return errors.New("broker is down")
+			}
+			return nil
+		}
+		b.deliver(t, newMessage("a", "1"))
+		b.until(func() bool { return len(b.outputs.sent("reserved")) > 0 })
+		synctest.Wait()
+		sent := b.outputs.sent("reserved")
+		if calls != 1 || len(sent) != 2 || sent[0].UUID != "output-1" || sent[0].Metadata.Get("call") != "1" || sent[1].UUID != "second" {
+			t.Fatalf("%d calls, sent %v", calls, sent)
+		}
+		b.deliver(t, newMessage("a", "1"))
+		if n := len(b.outputs.sent("reserved")); n != 2 {
+			t.Errorf("outputs of an acknowledged message were sent again: %d", n)
+		}
+		if len(b.store.forgot) != 1 {
+			t.Errorf("forgot %v", b.store.forgot)
+		}
+	})
+}
+
+// B43: two handlers of one router and one store each process a message once.
+func TestScopeIsTheHandlerB43(t *testing.T) {
+	t.Parallel()
+	calls := map[string]int{}
+	run(t, full, func(*message.Message) ([]*message.Message, error) {
+		calls["stock"]++
+		return nil, nil
+	}, func(b *bench) {
+		b.router.AddConsumerHandler("email", topic, b.broker, func(*message.Message) error {
+			calls["email"]++
+			return nil
+		})
+		if err := b.router.RunHandlers(b.ctx); err != nil {
+			t.Fatal(err)
+		}
+		b.deliver(t, newMessage("a", "1"))
+		b.deliver(t, newMessage("a", "1"))
+		if calls["stock"] != 1 || calls["email"] != 1 {
+			t.Errorf("calls %v", calls)
+		}
+	})
+}
+
+func TestWithConsumerServesOneHandler(t *testing.T) {
+	t.Parallel()
+	run(t, func(b *bench) []middleware.Link {
+		return []middleware.Link{middleware.Deduplicate(b.store, byEventID(), middleware.WithConsumer("old name"))}
+	}, func(*message.Message) ([]*message.Message, error) { return nil, nil }, func(b *bench) {
+		b.deliver(t, newMessage("a", "1"))
+		if b.store.claims["old name/a"] == nil {
+			t.Errorf("claims: %v", b.store.claims)
+		}
+		b.router.AddConsumerHandler("email", topic, b.broker, func(*message.Message) error { return nil })
+		if err := b.router.RunHandlers(b.ctx); err != nil {
+			t.Fatal(err)
+		}
+		b.deliver(t, newMessage("b", "1"))
+		b.until(func() bool { return slices.Contains(b.events.outcomes(), middleware.Failed) })
+		if err := b.events.last().Err; !errors.Is(err, middleware.ErrNoConsumer) {
+			t.Errorf("a second handler shares the name: %v", err)
+		}
+	})
+}
+
+// Handlers without a publisher can't return messages: the Router refuses them
+// after the commit, so the transaction must refuse them before.
+func TestOutputsWithoutPublisher(t *testing.T) {
+	t.Parallel()
+	store := newMemoryStore()
+	chain, err := middleware.Chain(middleware.Deduplicate(store, byEventID(), middleware.WithConsumer("stock")))
+	if err != nil {
+		t.Fatal(err)
+	}
+	handler := func(*message.Message) ([]*message.Message, error) {
+		return []*message.Message{message.NewMessage("x", nil)}, nil
+	}
+	for _, mw := range slices.Backward(chain) {
+		handler = mw(handler)
+	}
+	if _, err := handler(newMessage("a", "1")); !errors.Is(err, message.ErrOutputInNoPublisherHandler) || len(store.claims) > 0 {
+		t.Errorf("got %v, claims %v", err, store.claims)
+	}
+}
+
+// A handler that replaces the payload must not make its own message look like
+// another one when it is delivered again.
+func TestPayloadIsGivenBack(t *testing.T) {
+	t.Parallel()
+	run(t, full, func(msg *message.Message) ([]*message.Message, error) {
+		msg.Payload = []byte("changed")
+		return []*message.Message{message.NewMessage("x", nil)}, nil
+	}, func(b *bench) {
+		b.outputs.fail = func(_ string, n int) error {
+			if n == 1 {
+				return errors.New("broker is down")
+			}
+			return nil
+		}
+		b.deliver(t, newMessage("a", "1"))
+		b.until(func() bool { return len(b.outputs.sent("reserved")) > 0 })
+		want(t, "outcomes", b.events.outcomes(), []middleware.Outcome{"processed", "duplicate"})
+	})
+}
+
+func TestPartitionStampsOutputs(t *testing.T) {
+	t.Parallel()
+	id := "P-1"
+	links := func(b *bench) []middleware.Link {
+		return append(full(b), middleware.Partition(ordering.KeyFromMetadata("order_id")))
+	}
+	run(t, links, func(*message.Message) ([]*message.Message, error) {
+		out := message.NewMessage("x", nil)
+		out.Metadata.Set("order_id", id)
+		return []*message.Message{out}, nil
+	}, func(b *bench) {
+		b.deliver(t, newMessage("a", "1"))
+		if got := b.outputs.sent("reserved")[0].Metadata.Get(ordering.PartitionKeyMetadata); got != "P-1" {
+			t.Errorf("key %q", got)
+		}
+		id = "" // B75
+		b.deliver(t, newMessage("b", "1"))
+		if len(b.outputs.sent("reserved")) != 1 || len(b.poison.sent("poison")) != 1 {
+			t.Error("a message without a partition key was not parked")
+		}
+	})
+}
+
+func TestLogObserver(t *testing.T) {
+	t.Parallel()
+	var text strings.Builder
+	observe := middleware.LogObserver(slog.New(slog.NewTextHandler(&text, &slog.HandlerOptions{Level: slog.LevelInfo})))
+	observe(t.Context(), middleware.Event{Outcome: middleware.Processed, MessageUUID: "quiet"})
+	observe(t.Context(), middleware.Event{Outcome: middleware.Parked, MessageUUID: "u1", Handler: "stock", Attempt: 4, Err: errors.New("boom")})
+	line := text.String()
+	for _, part := range []string{"level=ERROR", "outcome=parked", "message_uuid=u1", "handler=stock", "attempt=4", "reason=boom"} {
+		if !strings.Contains(line, part) {
+			t.Errorf("%s is not in %s", part, line)
+		}
+	}
+	if strings.Contains(line, "quiet") {
+		t.Error("processed messages are logged at info")
+	}
+}
