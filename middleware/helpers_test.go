@@ -109,20 +109,18 @@ func (e *events) observe(_ context.Context, event middleware.Event) {
 	e.all = append(e.all, event)
 }
 
-func (e *events) outcomes() []middleware.Outcome {
+func (e *events) seen() []middleware.Event {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	return slices.Clone(e.all)
+}
+
+func (e *events) outcomes() []middleware.Outcome {
 	var outcomes []middleware.Outcome
-	for _, event := range e.all {
+	for _, event := range e.seen() {
 		outcomes = append(outcomes, event.Outcome)
 	}
 	return outcomes
-}
-
-func (e *events) last() middleware.Event {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	return e.all[len(e.all)-1]
 }
 
 // bench is a Router with one handler on an in-process broker, in a synctest
