@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 	"testing/synctest"
+	"time"
 	"unicode/utf8"
 
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -71,20 +72,18 @@ func TestOutcomes(t *testing.T) {
 		calls    int
 		parked   string // part of the reason
 	}{
-		"success":      {outcomes: []middleware.Outcome{middleware.Processed}, calls: 1},
-		"second try":   {handler: failUntil(2, boom), outcomes: []middleware.Outcome{middleware.Retried, middleware.Processed}, calls: 2},
-		"panic":        {handler: func(int) error { panic("lost") }, outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, calls: 4, parked: "handler panicked: lost"},
-		"panic (nil)":  {handler: func(int) error { panic(nil) }, outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, calls: 4, parked: "panic called with nil argument"}, //nolint:govet // on purpose
-		"always":       {handler: failUntil(100, boom), outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, calls: 4, parked: "boom"},
-		"permanent":    {handler: failUntil(100, middleware.Permanent(boom)), outcomes: []middleware.Outcome{"parked"}, calls: 1, parked: "boom"},
-		"stale":        {handler: failUntil(100, fmt.Errorf("order 7: %w", ordering.ErrStale)), outcomes: []middleware.Outcome{"stale"}, calls: 1},
-		"R1 no key":    {noKey: true, outcomes: []middleware.Outcome{"parked"}, parked: `metadata field "event_id" is missing`},
-		"own cancel":   {handler: failUntil(100, context.Canceled), outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, calls: 4, parked: "context canceled"},
-		"conflict":     {store: &deduplicator.ConflictError{Consumer: "stock", Key: "a"}, outcomes: []middleware.Outcome{"conflict"}, parked: "other content"},
-		"bad commit":   {store: deduplicator.ErrNotCommitted, outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, parked: "not committed"},
-		"not to blame": {store: deduplicator.ErrUnavailable, outcomes: []middleware.Outcome{"retried", "retried", "retried", "failed"}},
-		"in flight":    {store: deduplicator.ErrInFlight, outcomes: []middleware.Outcome{"retried", "retried", "retried", "in_flight"}},
-		"unknown":      {store: deduplicator.ErrOutcomeUnknown, outcomes: []middleware.Outcome{"retried", "retried", "retried", "failed"}},
+		"success":     {outcomes: []middleware.Outcome{middleware.Processed}, calls: 1},
+		"second try":  {handler: failUntil(2, boom), outcomes: []middleware.Outcome{middleware.Retried, middleware.Processed}, calls: 2},
+		"panic":       {handler: func(int) error { panic("lost") }, outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, calls: 4, parked: "handler panicked: lost"},
+		"panic (nil)": {handler: func(int) error { panic(nil) }, outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, calls: 4, parked: "panic called with nil argument"}, //nolint:govet // on purpose
+		"always":      {handler: failUntil(100, boom), outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, calls: 4, parked: "boom"},
+		"permanent":   {handler: failUntil(100, middleware.Permanent(boom)), outcomes: []middleware.Outcome{"parked"}, calls: 1, parked: "boom"},
+		"stale":       {handler: failUntil(100, fmt.Errorf("order 7: %w", ordering.ErrStale)), outcomes: []middleware.Outcome{"stale"}, calls: 1},
+		"R1 no key":   {noKey: true, outcomes: []middleware.Outcome{"parked"}, parked: `metadata field "event_id" is missing`},
+		"own cancel":  {handler: failUntil(100, context.Canceled), outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, calls: 4, parked: "context canceled"},
+		"conflict":    {store: &deduplicator.ConflictError{Consumer: "stock", Key: "a"}, outcomes: []middleware.Outcome{"conflict"}, parked: "other content"},
+		"bad commit":  {store: deduplicator.ErrNotCommitted, outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, parked: "not committed"},
+		"in flight":   {store: deduplicator.ErrInFlight, outcomes: []middleware.Outcome{"retried", "retried", "retried", "in_flight"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -96,16 +95,14 @@ func TestOutcomes(t *testing.T) {
 				}
 				return nil, tt.handler(calls)
 			}, func(b *bench) {
-				b.store.failing = tt.store
+				b.store.fail(tt.store)
 				msg := newMessage("a", "1")
 				if tt.noKey {
 					msg = newMessage("", "1")
 				}
 				b.deliver(t, msg)
 				b.until(func() bool { return len(b.events.outcomes()) >= len(tt.outcomes) })
-				b.store.mu.Lock()
-				b.store.failing = nil // let what was returned to the broker end
-				b.store.mu.Unlock()
+				b.store.fail(nil) // let what was returned to the broker end
 				want(t, "outcomes", b.events.outcomes()[:len(tt.outcomes)], tt.outcomes)
 				if tt.store == nil && calls != tt.calls {
 					t.Errorf("%d calls, want %d", calls, tt.calls)
@@ -129,6 +126,30 @@ func TestOutcomes(t *testing.T) {
 					t.Error("the original message was changed")
 				}
 			})
+		})
+	}
+}
+
+// A database that is down for an hour: the message waits, is not parked and does
+// not go back to the broker, which would count it towards its delivery limit.
+func TestDatabaseDown(t *testing.T) {
+	t.Parallel()
+	for _, down := range []error{deduplicator.ErrUnavailable, deduplicator.ErrOutcomeUnknown} {
+		run(t, full, func(*message.Message) ([]*message.Message, error) { return nil, nil }, func(b *bench) {
+			b.store.fail(fmt.Errorf("connect: %w", down))
+			b.deliver(t, newMessage("a", "1"))
+			time.Sleep(time.Hour) // of the bubble
+			b.store.fail(nil)
+			b.until(func() bool { return slices.Contains(b.events.outcomes(), middleware.Processed) })
+			outcomes := b.events.outcomes()
+			if n := len(outcomes); n < 300 || n > 1000 { // the pause grows to 10 s, give or take half
+				t.Errorf("%d attempts in an hour", n)
+			}
+			for _, outcome := range outcomes[:len(outcomes)-1] {
+				if outcome != middleware.Retried {
+					t.Fatalf("outcome %s", outcome)
+				}
+			}
 		})
 	}
 }

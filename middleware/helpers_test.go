@@ -63,6 +63,12 @@ func (s *memoryStore) Forget(_ context.Context, claims ...deduplicator.Claim) er
 	return nil
 }
 
+func (s *memoryStore) fail(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.failing = err
+}
+
 // publisher records what it is given and fails as long as fail says so.
 type publisher struct {
 	mu       sync.Mutex

@@ -7,6 +7,8 @@ import (
 
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/cenkalti/backoff/v5"
+
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 )
 
 // Defaults of [Retry].
@@ -50,6 +52,9 @@ func (r Retry) validate() error {
 // retries are used up, when the error is permanent (see [IsPermanent]), and when
 // the message's context ends. While it pauses, the message's shard waits, so the
 // order is kept.
+//
+// A store that is unavailable is waited for as long as it takes, without using up
+// retries: consuming goes on when the database is back.
 func WithRetry(r Retry) Link {
 	link := Link{name: "WithRetry", rank: rankRetry, err: r.validate()}
 	if r.InitialInterval == 0 {
@@ -72,11 +77,15 @@ func (r Retry) middleware(h message.HandlerFunc) message.HandlerFunc {
 			Multiplier:          2,
 			RandomizationFactor: 0.5,
 		}
-		for retries := 0; ; retries++ {
+		for retries := 0; ; {
 			started := time.Now()
 			produced, err := h(msg)
-			if err == nil || IsPermanent(err) || retries == r.MaxRetries || ctx.Err() != nil {
+			down := errors.Is(err, deduplicator.ErrUnavailable) || errors.Is(err, deduplicator.ErrOutcomeUnknown)
+			if err == nil || IsPermanent(err) || retries == r.MaxRetries && !down || ctx.Err() != nil {
 				return produced, err
+			}
+			if !down {
+				retries++
 			}
 			d.report(msg, Retried, started, err)
 			if !pause(ctx, intervals.NextBackOff()) {

@@ -1,0 +1,44 @@
+# Everything here works from a fresh clone with Go 1.26 or newer. The servers that
+# tests need are started where they are not running: see tests/services.
+
+STATICCHECK = go run honnef.co/go/tools/cmd/staticcheck@v0.8.2
+GOVULNCHECK = go run golang.org/x/vuln/cmd/govulncheck@v1.9.0
+SERVICES    = go run ./tests/services
+
+PACKAGES = ./... ./examples/... ./tests/...
+
+.PHONY: test test-fast bench services services-stop lint lint-static vuln orders
+
+## test: all tests, with the race detector, on the real servers
+test:
+	$(SERVICES) run -- go test -race -count=1 -timeout 15m $(PACKAGES)
+
+## test-fast: the tests that need no server
+test-fast:
+	go test -count=1 . ./deduplicator/... ./internal/... ./middleware/... ./ordering/... ./examples/...
+
+## bench: what the middlewares cost, as ratios against the same work by hand
+bench:
+	$(SERVICES) run postgres mariadb -- go test -run '^$$' -bench . -benchtime 100x ./tests/bench
+
+## services, services-stop: start the real servers and leave them running; stop them
+services:
+	$(SERVICES) up
+services-stop:
+	$(SERVICES) down
+
+## orders: the demonstration on the four pairs of real servers
+orders:
+	$(SERVICES) run -- sh -ec 'for b in kafka amqp; do for d in postgres mysql; do go run ./examples/orders -backend $$b -db $$d; done; done'
+
+## lint: gofmt, vet, staticcheck, tidy go.mod files, known vulnerabilities
+lint: lint-static vuln
+
+lint-static:
+	@test -z "$$(gofmt -l .)" || { echo "gofmt is needed for:"; gofmt -l .; exit 1; }
+	go vet $(PACKAGES)
+	$(STATICCHECK) $(PACKAGES)
+	for m in . examples tests; do (cd $$m && GOWORK=off go mod tidy -diff) || exit 1; done
+
+vuln:
+	for m in . examples tests; do (cd $$m && $(GOVULNCHECK) ./...) || exit 1; done
