@@ -1,0 +1,367 @@
+// Package swap_test runs one scenario, unchanged, over every broker and every
+// database: what differs is one call of Open.
+package swap_test
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kfake"
+	"go.uber.org/goleak"
+
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/middleware"
+	"github.com/seed-2f56a981/watermill-idempotent/ordering"
+	"github.com/seed-2f56a981/watermill-idempotent/ordering/amqpshard"
+	"github.com/seed-2f56a981/watermill-idempotent/ordering/kafkashard"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/services"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
+)
+
+func TestMain(m *testing.M) {
+	goleak.VerifyTestMain(m,
+		// sarama's metrics share one ticker per process, which never ends.
+		goleak.IgnoreTopFunction("github.com/rcrowley/go-metrics.(*meterArbiter).tick"))
+}
+
+// patience is for what must happen.
+const patience = time.Minute
+
+const shards = 4
+
+type open func(t *testing.T, group string) ordering.Broker
+
+// brokers are the lines in which the rows of this suite differ.
+var brokers = map[string]func(t *testing.T) open{
+	"kafka": func(t *testing.T) open {
+		return onKafka(strings.Split(services.Value(t, services.Kafka), ","))
+	},
+	"kfake": func(t *testing.T) open {
+		cluster, err := kfake.NewCluster(kfake.NumBrokers(1))
+		require.NoError(t, err)
+		t.Cleanup(cluster.Close)
+		return onKafka(cluster.ListenAddrs())
+	},
+	"amqp": func(t *testing.T) open {
+		url := services.Value(t, services.AMQP)
+		return func(t *testing.T, group string) ordering.Broker {
+			broker, err := amqpshard.Open(t.Context(), amqpshard.Config{URL: url, Group: group, Shards: shards}, nil)
+			require.NoError(t, err)
+			return broker
+		}
+	},
+}
+
+func onKafka(addresses []string) open {
+	return func(t *testing.T, group string) ordering.Broker {
+		broker, err := kafkashard.Open(t.Context(), kafkashard.Config{Brokers: addresses, Group: group, Shards: shards}, nil)
+		require.NoError(t, err)
+		return broker
+	}
+}
+
+func TestSwap(t *testing.T) {
+	t.Parallel()
+	for broker, connect := range brokers {
+		for _, driver := range testdb.Servers {
+			t.Run(broker+"/"+driver.Name, func(t *testing.T) {
+				t.Parallel()
+				run(t, connect(t), driver)
+			})
+		}
+	}
+}
+
+const (
+	entities = 12
+	versions = 6
+)
+
+// run is the scenario: each of the entities gets its versions, most of them
+// twice, some late once more under another id, one whose handler fails at first.
+// One message always fails, one has no id, one has the id of another. Two workers
+// share the group. Their outputs go to a second group.
+func run(t *testing.T, open open, driver testdb.Driver) {
+	ctx := t.Context()
+	suffix := watermill.NewShortUUID()
+	s := &shop{
+		t: t, db: testdb.Open(t, driver), dialect: driver.Dialect,
+		orders: "orders-" + suffix, reserved: "reserved-" + suffix, poison: "poison-" + suffix,
+		outcomes: map[middleware.Outcome]int{},
+	}
+	s.migrate(ctx)
+
+	producer := open(t, "producer-"+suffix)
+	defer s.close(producer)
+	downstream := open(t, "downstream-"+suffix)
+	require.NoError(t, downstream.Declare(ctx, s.reserved, s.poison))
+	stock1, stock2 := open(t, "stock-"+suffix), open(t, "stock-"+suffix)
+	require.NoError(t, stock1.Declare(ctx, s.orders))
+
+	for _, broker := range []ordering.Broker{stock1, stock2} {
+		router := s.router(broker)
+		router.AddHandler("stock", s.orders, broker.Subscriber(), s.reserved, broker.Publisher(), s.reserve)
+		defer s.start(router, broker)()
+	}
+	router := s.router(downstream)
+	router.AddConsumerHandler("ledger", s.reserved, downstream.Subscriber(), s.book)
+	defer s.start(router, downstream)()
+
+	published := s.publish(producer.Publisher())
+
+	// Every delivery of the orders ends in exactly one of these, and every output
+	// is booked. Redeliveries may add duplicates.
+	s.eventually(ctx, func() (bool, string) {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		ended := s.outcomes["stock/processed"] + s.outcomes["stock/duplicate"] + s.outcomes["stock/stale"] +
+			s.outcomes["stock/parked"] + s.outcomes["stock/conflict"]
+		booked := s.outcomes["ledger/processed"]
+		return ended >= published && booked >= entities*versions,
+			fmt.Sprintf("%d of %d deliveries ended, %d of %d outputs booked", ended, published, booked, entities*versions)
+	})
+	s.checkEffects(ctx)
+	s.checkParked(ctx, downstream)
+	// Outputs are forgotten soon after their message is acknowledged.
+	s.eventually(ctx, func() (bool, string) {
+		n := s.count(ctx, "SELECT COUNT(*) FROM "+deduplicator.DefaultProducedTable)
+		return n == 0, fmt.Sprintf("%d outputs are still stored", n)
+	})
+}
+
+// shop is what the handlers work on and what is checked.
+type shop struct {
+	t                        *testing.T
+	db                       *sql.DB
+	dialect                  deduplicator.Dialect
+	orders, reserved, poison string
+	failed                   atomic.Bool // the handler has failed once
+
+	mu       sync.Mutex
+	outcomes map[middleware.Outcome]int // by handler/outcome
+}
+
+func (s *shop) migrate(ctx context.Context) {
+	require.NoError(s.t, deduplicator.Migrate(ctx, s.db, s.dialect))
+	require.NoError(s.t, ordering.Migrate(ctx, s.db, s.dialect))
+	id := map[deduplicator.Dialect]string{
+		deduplicator.PostgreSQL: "bigserial",
+		deduplicator.MySQL:      "bigint AUTO_INCREMENT",
+		deduplicator.SQLite:     "integer",
+	}[s.dialect]
+	for _, table := range []string{"history", "ledger"} {
+		_, err := s.db.ExecContext(ctx, "CREATE TABLE "+table+" (id "+id+" PRIMARY KEY, entity varchar(64) NOT NULL, version bigint NOT NULL)")
+		require.NoError(s.t, err)
+	}
+}
+
+func (s *shop) router(broker ordering.Broker) *message.Router {
+	ctx := s.t.Context()
+	store, err := deduplicator.NewSQLStore(ctx, s.db, s.dialect)
+	require.NoError(s.t, err)
+	versions, err := ordering.NewVersions(ctx, s.db, s.dialect)
+	require.NoError(s.t, err)
+	chain, err := middleware.Chain(
+		middleware.WithObserver(s.observe),
+		middleware.WithPoisonQueue(broker.Publisher(), s.poison),
+		middleware.WithRetry(middleware.Retry{MaxRetries: 2, InitialInterval: 10 * time.Millisecond}),
+		middleware.Deduplicate(store, middleware.WithKey(deduplicator.FromMetadata("event_id"))),
+		middleware.RejectStale(versions, middleware.WithVersion(ordering.VersionFromMetadata("version"))),
+		middleware.Partition(ordering.KeyFromMetadata("order_id")),
+	)
+	require.NoError(s.t, err)
+	router, err := message.NewRouter(message.RouterConfig{}, nil)
+	require.NoError(s.t, err)
+	router.AddMiddleware(chain...)
+	return router
+}
+
+func (s *shop) observe(_ context.Context, event middleware.Event) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.outcomes[middleware.Outcome(event.Handler+"/")+event.Outcome]++
+}
+
+// start runs router and returns what closes it and its broker.
+func (s *shop) start(router *message.Router, broker ordering.Broker) func() {
+	done := make(chan error, 1)
+	go func() { done <- router.Run(context.WithoutCancel(s.t.Context())) }()
+	select {
+	case <-router.Running():
+	case err := <-done:
+		require.FailNow(s.t, "router did not start", "%v", err)
+	}
+	return func() {
+		require.NoError(s.t, errors.Join(router.Close(), <-done))
+		s.close(broker)
+	}
+}
+
+func (s *shop) close(broker ordering.Broker) { require.NoError(s.t, broker.Close()) }
+
+// reserve is the handler of the orders.
+func (s *shop) reserve(msg *message.Message) ([]*message.Message, error) {
+	if string(msg.Payload) == "bad" {
+		return nil, errors.New("bad order")
+	}
+	if err := s.record(msg, "history"); err != nil {
+		return nil, err
+	}
+	if s.failed.CompareAndSwap(false, true) {
+		return nil, errors.New("first message fails after its write")
+	}
+	out := message.NewMessage(watermill.NewUUID(), msg.Payload)
+	for _, field := range []string{"order_id", "version"} {
+		out.Metadata.Set(field, msg.Metadata.Get(field))
+	}
+	out.Metadata.Set("event_id", "reserved-"+msg.Metadata.Get("event_id"))
+	return []*message.Message{out}, nil
+}
+
+// book is the handler of their outputs.
+func (s *shop) book(msg *message.Message) error { return s.record(msg, "ledger") }
+
+func (s *shop) record(msg *message.Message, table string) error {
+	tx, ok := middleware.Tx(msg.Context())
+	if !ok {
+		return errors.New("no transaction")
+	}
+	placeholders := "(?, ?)"
+	if s.dialect == deduplicator.PostgreSQL {
+		placeholders = "($1, $2)"
+	}
+	_, err := tx.ExecContext(msg.Context(), "INSERT INTO "+table+" (entity, version) VALUES "+placeholders,
+		msg.Metadata.Get("order_id"), msg.Metadata.Get("version"))
+	return err
+}
+
+func newEvent(id, entity string, version int, payload string) *message.Message {
+	msg := message.NewMessage(watermill.NewUUID(), []byte(payload))
+	if id != "" {
+		msg.Metadata.Set("event_id", id)
+	}
+	msg.Metadata.Set("order_id", entity)
+	msg.Metadata.Set("version", strconv.Itoa(version))
+	msg.Metadata.Set(ordering.PartitionKeyMetadata, entity)
+	return msg
+}
+
+// publish sends the traffic and returns how many messages that is.
+func (s *shop) publish(pub message.Publisher) int {
+	var messages []*message.Message
+	for version := 1; version <= versions; version++ {
+		for e := range entities {
+			entity := fmt.Sprint("P-", e)
+			id := fmt.Sprint(entity, "/", version)
+			payload := fmt.Sprint("state ", version)
+			messages = append(messages, newEvent(id, entity, version, payload))
+			if e%3 > 0 { // the producer sends again, as a new message
+				messages = append(messages, newEvent(id, entity, version, payload))
+			}
+			if version > 2 && e%4 == 0 { // an old state comes late, under another id
+				messages = append(messages, newEvent(id+"-late", entity, version-2, fmt.Sprint("state ", version-2)))
+			}
+		}
+	}
+	messages = append(messages,
+		newEvent("bad", "P-bad", 1, "bad"),
+		newEvent("", "P-0", 100, "no id"),
+		newEvent("P-0/1", "P-0", 101, "another event with the id of one that was processed"),
+		newEvent("P-0/equal", "P-0", versions, "another state with the version of one that was processed"),
+	)
+	for _, msg := range messages {
+		require.NoError(s.t, pub.Publish(s.orders, msg))
+	}
+	return len(messages)
+}
+
+func (s *shop) checkEffects(ctx context.Context) {
+	for _, table := range []string{"history", "ledger"} {
+		rows, err := s.db.QueryContext(ctx, "SELECT entity, version FROM "+table+" ORDER BY id")
+		require.NoError(s.t, err)
+		applied := map[string][]int{}
+		for rows.Next() {
+			var entity string
+			var version int
+			require.NoError(s.t, rows.Scan(&entity, &version))
+			applied[entity] = append(applied[entity], version)
+		}
+		require.NoError(s.t, errors.Join(rows.Err(), rows.Close()))
+		require.Len(s.t, applied, entities, table)
+		for entity, got := range applied {
+			require.Equal(s.t, []int{1, 2, 3, 4, 5, 6}, got, "%s of %s: each version once, in order", table, entity)
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	require.Equal(s.t, entities*versions, s.outcomes["stock/processed"])
+	require.GreaterOrEqual(s.t, s.outcomes["stock/duplicate"], entities*versions*2/3)
+	require.Equal(s.t, (versions-2)*entities/4, s.outcomes["stock/stale"])
+	require.Equal(s.t, 2, s.outcomes["stock/parked"])
+	require.Equal(s.t, 2, s.outcomes["stock/conflict"])
+}
+
+// checkParked reads the poison queue.
+func (s *shop) checkParked(ctx context.Context, broker ordering.Broker) {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	messages, err := broker.Subscriber().Subscribe(ctx, s.poison)
+	require.NoError(s.t, err)
+	want := map[string]string{ // payload, part of the reason
+		"bad":   "bad order",
+		"no id": `metadata field "event_id" is missing`,
+		"another event with the id of one that was processed":      "other content",
+		"another state with the version of one that was processed": "other content",
+	}
+	for len(want) > 0 {
+		select {
+		case msg := <-messages:
+			reason, ok := want[string(msg.Payload)]
+			require.True(s.t, ok, "parked twice, or by mistake: %s", msg.Payload)
+			require.Contains(s.t, msg.Metadata.Get("reason_poisoned"), reason)
+			require.Equal(s.t, s.orders, msg.Metadata.Get("topic_poisoned"))
+			delete(want, string(msg.Payload))
+			msg.Ack()
+		case <-ctx.Done():
+			require.FailNow(s.t, "not parked", "%v", want)
+		}
+	}
+}
+
+func (s *shop) count(ctx context.Context, query string) int {
+	var n int
+	require.NoError(s.t, s.db.QueryRowContext(ctx, query).Scan(&n))
+	return n
+}
+
+// eventually waits until condition holds; it says what is missing otherwise.
+func (s *shop) eventually(ctx context.Context, condition func() (bool, string)) {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	ticker := time.NewTicker(20 * time.Millisecond)
+	defer ticker.Stop()
+	for {
+		ok, missing := condition()
+		if ok {
+			return
+		}
+		select {
+		case <-ticker.C:
+		case <-ctx.Done():
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			require.FailNow(s.t, missing, "outcomes %v", s.outcomes)
+		}
+	}
+}
