@@ -1,0 +1,203 @@
+package kafkashard
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"net"
+	"strconv"
+	"time"
+
+	"github.com/IBM/sarama"
+
+	"github.com/seed-2f56a981/watermill-idempotent/ordering"
+)
+
+// Defaults of the [Config] fields of the same name.
+const (
+	DefaultShards         = 8
+	DefaultDialTimeout    = 10 * time.Second
+	DefaultDrainTimeout   = 30 * time.Second
+	DefaultPublishTimeout = 30 * time.Second
+)
+
+// Config says how [Open] connects. Brokers and Group are required, the zero
+// value of every other field is its default.
+type Config struct {
+	// Brokers are the addresses to start from, each host:port.
+	Brokers []string
+
+	// Group is the consumer group of all subscriptions. Each group gets every
+	// message once; the processes of one group share the partitions.
+	Group string
+
+	// Shards is the number of partitions of a topic, 1 or more. A topic that
+	// does not exist is created with it, 0 creates [DefaultShards]. A topic
+	// that exists must have exactly that many, 0 accepts any: another count
+	// would move keys to other partitions.
+	Shards int
+
+	// ReplicationFactor is used for topics that are created; 0 and -1 take the
+	// brokers' default.replication.factor (KIP-464).
+	ReplicationFactor int
+
+	// Key returns the partition key of messages that don't carry one yet. With
+	// nil, messages without [ordering.PartitionKeyMetadata] are refused.
+	Key ordering.KeyFunc
+
+	// DialTimeout bounds Open, and each topic of Declare; 0 is
+	// [DefaultDialTimeout].
+	DialTimeout time.Duration
+
+	// PublishTimeout bounds one Publish call; 0 is [DefaultPublishTimeout].
+	PublishTimeout time.Duration
+
+	// DrainTimeout is how long closing waits for running handlers; 0 is
+	// [DefaultDrainTimeout].
+	DrainTimeout time.Duration
+
+	// Sarama, if not nil, adjusts the client's configuration: TLS, SASL, client
+	// id, session timeouts. Open fails if it leaves a value that contradicts
+	// the ordering or delivery guarantees.
+	Sarama func(*sarama.Config)
+}
+
+func (c Config) withDefaults() Config {
+	if c.ReplicationFactor == 0 {
+		c.ReplicationFactor = -1
+	}
+	if c.DialTimeout == 0 {
+		c.DialTimeout = DefaultDialTimeout
+	}
+	if c.PublishTimeout == 0 {
+		c.PublishTimeout = DefaultPublishTimeout
+	}
+	if c.DrainTimeout == 0 {
+		c.DrainTimeout = DefaultDrainTimeout
+	}
+	return c
+}
+
+func (c Config) validate() error {
+	var problems []error
+	require := func(ok bool, field string, value any, bound string) {
+		if !ok {
+			problems = append(problems, fmt.Errorf("%w: %s is %v, must be %s", ErrInvalidConfig, field, value, bound))
+		}
+	}
+	require(len(c.Brokers) > 0, "Brokers", "empty", "one address or more")
+	for i, address := range c.Brokers {
+		host, port, err := net.SplitHostPort(address)
+		n, portErr := strconv.ParseUint(port, 10, 16)
+		require(err == nil && host != "" && portErr == nil && n > 0, fmt.Sprintf("Brokers[%d]", i), strconv.Quote(address), "host:port")
+	}
+	require(c.Group != "", "Group", "empty", "a consumer group")
+	require(c.Shards >= 0 && c.Shards <= math.MaxInt32, "Shards", c.Shards, "1 or more, or 0 for the default")
+	require(c.ReplicationFactor >= -1 && c.ReplicationFactor <= math.MaxInt16, "ReplicationFactor", c.ReplicationFactor,
+		fmt.Sprintf("1 to %d, or -1 or 0 for the brokers' default", math.MaxInt16))
+	for _, d := range []struct {
+		field string
+		value time.Duration
+	}{{"DialTimeout", c.DialTimeout}, {"PublishTimeout", c.PublishTimeout}, {"DrainTimeout", c.DrainTimeout}} {
+		require(d.value >= 0, d.field, d.value, "positive, or 0 for the default")
+	}
+	return errors.Join(problems...)
+}
+
+// saramaConfig returns the one configuration of all clients of a Broker.
+func (c Config) saramaConfig() (*sarama.Config, error) {
+	config := sarama.NewConfig()
+	config.ClientID = "watermill"
+	// The oldest release that is supported. Sarama sends requests as they were
+	// then, or as the brokers' limits demand; with watermill-kafka's default, 1.0,
+	// the first consume from Kafka 4.1 took 3 s instead of 0.1 s.
+	config.Version = sarama.V2_8_0_0
+	config.Net.DialTimeout = c.DialTimeout
+	// Otherwise a metadata request would create a topic with the brokers' count.
+	config.Metadata.AllowAutoTopicCreation = false
+
+	config.Producer.Idempotent = true
+	config.Producer.RequiredAcks = sarama.WaitForAll
+	config.Net.MaxOpenRequests = 1 // sarama's condition for idempotence; Java allows 5
+	config.Producer.Retry.Max = 10
+	config.Producer.Retry.BackoffFunc = sarama.NewExponentialBackoff(100*time.Millisecond, time.Second)
+	config.Producer.Return.Successes = true
+	config.Producer.Return.Errors = true
+	config.Producer.Partitioner = sarama.NewMurmur2Partitioner
+
+	config.Consumer.Return.Errors = true // watermill-kafka logs them
+	config.Consumer.Offsets.Initial = sarama.OffsetOldest
+	// An aborted Kafka transaction of another producer must have no effect.
+	config.Consumer.IsolationLevel = sarama.ReadCommitted
+
+	if c.Sarama != nil {
+		c.Sarama(config)
+	}
+	return config, checkSarama(config)
+}
+
+// checkSarama refuses what an override must not change.
+func checkSarama(c *sarama.Config) error {
+	var problems []error
+	for _, rule := range []struct {
+		ok       bool
+		field    string
+		value    any
+		required string
+	}{
+		{c.Version.IsAtLeast(sarama.V2_8_0_0), "Version", c.Version, "2.8.0 or later"},
+		{!c.Metadata.AllowAutoTopicCreation, "Metadata.AllowAutoTopicCreation", c.Metadata.AllowAutoTopicCreation, "false"},
+		{c.Producer.Idempotent, "Producer.Idempotent", c.Producer.Idempotent, "true"},
+		{c.Producer.RequiredAcks == sarama.WaitForAll, "Producer.RequiredAcks", c.Producer.RequiredAcks, "-1 (WaitForAll)"},
+		{c.Net.MaxOpenRequests == 1, "Net.MaxOpenRequests", c.Net.MaxOpenRequests, "1"},
+		{c.Producer.Retry.Max >= 1, "Producer.Retry.Max", c.Producer.Retry.Max, "1 or more"},
+		{c.Producer.Return.Successes, "Producer.Return.Successes", c.Producer.Return.Successes, "true"},
+		{c.Producer.Return.Errors, "Producer.Return.Errors", c.Producer.Return.Errors, "true"},
+		{placesLikeShard(c.Producer.Partitioner), "Producer.Partitioner", "another hash", "murmur2 (sarama.NewMurmur2Partitioner)"},
+		{c.Consumer.Offsets.Initial == sarama.OffsetOldest, "Consumer.Offsets.Initial", c.Consumer.Offsets.Initial, "-2 (OffsetOldest)"},
+		// It revokes partitions without ending the session, and so without
+		// ending the contexts of running handlers.
+		{!cooperative(c), "Consumer.Group.Rebalance.GroupStrategies", "cooperative", "eager"},
+	} {
+		if !rule.ok {
+			problems = append(problems, fmt.Errorf("%w: Sarama sets %s to %v, must be %s", ErrInvalidConfig, rule.field, rule.value, rule.required))
+		}
+	}
+	if len(problems) == 0 {
+		if err := c.Validate(); err != nil {
+			problems = append(problems, fmt.Errorf("%w: Sarama: %w", ErrInvalidConfig, err))
+		}
+	}
+	return errors.Join(problems...)
+}
+
+// placesLikeShard asks the partitioner itself, because functions can't be
+// compared, and a wrapped one may be right.
+func placesLikeShard(constructor sarama.PartitionerConstructor) bool {
+	if constructor == nil {
+		return false
+	}
+	partitioner := constructor("topic")
+	const partitions = 4099
+	for i := range 32 {
+		key := strconv.Itoa(i)
+		got, err := partitioner.Partition(&sarama.ProducerMessage{Key: sarama.StringEncoder(key)}, partitions)
+		if err != nil || int(got) != ordering.Shard(key, partitions) {
+			return false
+		}
+	}
+	return partitioner.RequiresConsistency()
+}
+
+func cooperative(c *sarama.Config) bool {
+	strategies := c.Consumer.Group.Rebalance.GroupStrategies
+	if s := c.Consumer.Group.Rebalance.Strategy; s != nil { // deprecated, and it still wins
+		strategies = []sarama.BalanceStrategy{s}
+	}
+	for _, s := range strategies {
+		if s != nil && s.Name() == sarama.CooperativeStickyBalanceStrategyName {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,154 @@
+package kafkashard
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/IBM/sarama"
+	"github.com/ThreeDotsLabs/watermill-kafka/v3/pkg/kafka"
+	"github.com/ThreeDotsLabs/watermill/message"
+)
+
+const (
+	// While a nacked message waits, its partition waits: short, but no spin.
+	nackResendSleep     = 100 * time.Millisecond
+	reconnectRetrySleep = 200 * time.Millisecond
+)
+
+// subscriber runs one watermill-kafka subscriber, and so one group member, per
+// topic. Its subscriptions end with their contexts, which the drain around it
+// owns.
+type subscriber struct {
+	broker *Broker
+
+	mu     sync.Mutex // guards topics
+	topics map[string]struct{}
+}
+
+func (s *subscriber) Subscribe(ctx context.Context, topic string) (<-chan *message.Message, error) {
+	if !s.take(topic) {
+		return nil, fmt.Errorf("subscribe to topic %q: %w", topic, ErrSubscribed)
+	}
+	out, err := s.subscribe(ctx, topic)
+	if err != nil {
+		s.release(topic)
+		return nil, err
+	}
+	return out, nil
+}
+
+func (s *subscriber) subscribe(ctx context.Context, topic string) (<-chan *message.Message, error) {
+	b := s.broker
+	if err := b.Declare(ctx, topic); err != nil {
+		return nil, err
+	}
+	sessions := &sessions{}
+	inner, err := kafka.NewSubscriber(kafka.SubscriberConfig{
+		Brokers:               b.cfg.Brokers,
+		Unmarshaler:           Marshaler{},
+		OverwriteSaramaConfig: b.config,
+		ConsumerGroup:         b.cfg.Group,
+		NackResendSleep:       nackResendSleep,
+		ReconnectRetrySleep:   reconnectRetrySleep,
+		Tracer:                sessions,
+	}, b.logger)
+	if err != nil {
+		return nil, fmt.Errorf("kafkashard: subscribe to topic %q: %w", topic, err)
+	}
+	in, err := inner.Subscribe(ctx, topic)
+	if err != nil {
+		return nil, fmt.Errorf("kafkashard: subscribe to topic %q: %w", topic, err)
+	}
+	out := make(chan *message.Message)
+	go func() {
+		defer close(out)
+		defer s.release(topic)
+		for msg := range in {
+			sessions.forward(msg, out)
+		}
+	}()
+	return out, nil
+}
+
+// Close does nothing, see subscriber.
+func (*subscriber) Close() error { return nil }
+
+func (s *subscriber) take(topic string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if _, taken := s.topics[topic]; taken {
+		return false
+	}
+	s.topics[topic] = struct{}{}
+	return true
+}
+
+func (s *subscriber) release(topic string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.topics, topic)
+}
+
+// sessions ends the contexts of messages with the group session that delivered
+// them. watermill-kafka derives them from the subscription alone, so a handler
+// would work on while the partition's new owner handles the same message.
+//
+// watermill-kafka lets a tracer see its sessions, so this is one. A session
+// starts only when every message of the one before has been given back, so
+// the current session is the one of every message that is on its way.
+type sessions struct {
+	current atomic.Pointer[session]
+}
+
+type session struct {
+	ctx context.Context //nolint:containedctx // sarama gives it to Setup, messages come elsewhere
+}
+
+// forward hands msg out for as long as its session lasts.
+func (s *sessions) forward(msg *message.Message, out chan<- *message.Message) {
+	session := s.current.Load().ctx
+	ctx, cancel := context.WithCancel(msg.Context())
+	unlink := context.AfterFunc(session, cancel)
+	context.AfterFunc(ctx, func() { unlink() }) // a session lives much longer than a message
+	msg.SetContext(ctx)
+
+	// watermill-kafka resends a nacked message even when its session is over,
+	// and the rebalance waits for that. It marks no offset then, so an ack lets
+	// go of the message without losing it.
+	if session.Err() != nil {
+		msg.Ack()
+		return
+	}
+	select {
+	case out <- msg:
+	case <-ctx.Done():
+		msg.Ack()
+	}
+}
+
+func (s *sessions) WrapConsumerGroupHandler(h sarama.ConsumerGroupHandler) sarama.ConsumerGroupHandler {
+	return sessionHandler{h, s}
+}
+
+func (s *sessions) WrapConsumer(c sarama.Consumer) sarama.Consumer { return c }
+
+func (s *sessions) WrapPartitionConsumer(c sarama.PartitionConsumer) sarama.PartitionConsumer {
+	return c
+}
+
+func (s *sessions) WrapSyncProducer(_ *sarama.Config, p sarama.SyncProducer) sarama.SyncProducer {
+	return p
+}
+
+type sessionHandler struct {
+	sarama.ConsumerGroupHandler
+	sessions *sessions
+}
+
+func (h sessionHandler) Setup(s sarama.ConsumerGroupSession) error {
+	h.sessions.current.Store(&session{s.Context()})
+	return h.ConsumerGroupHandler.Setup(s)
+}

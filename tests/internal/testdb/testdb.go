@@ -1,0 +1,166 @@
+// Package testdb gives tests a database of their own on the real servers, per
+// driver: a schema on PostgreSQL, a database on MariaDB, a file for SQLite.
+package testdb
+
+import (
+	"context"
+	"crypto/rand"
+	"database/sql"
+	"fmt"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/go-sql-driver/mysql"
+	_ "github.com/jackc/pgx/v5/stdlib" // driver "pgx"
+	_ "github.com/lib/pq"              // driver "postgres"
+	_ "modernc.org/sqlite"             // driver "sqlite"
+
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+)
+
+// The variables that name the servers, as "go run ./tests/services env" prints them.
+const (
+	PostgresVariable = "TEST_POSTGRES_DSN"
+	MariaDBVariable  = "TEST_MARIADB_DSN"
+)
+
+// PoolSize is how many connections a pool of [Database.Open] has.
+const PoolSize = 5
+
+// Driver is a database driver with the settings that matter to this module.
+type Driver struct {
+	Name    string // for subtests
+	Dialect deduplicator.Dialect
+
+	driver               string // as in sql.Open
+	foundRows, parseTime bool   // of MySQL
+}
+
+// The drivers. MariaDB is reached through the MySQL ones.
+var (
+	PGX                     = Driver{Name: "pgx", Dialect: deduplicator.PostgreSQL, driver: "pgx"}
+	PQ                      = Driver{Name: "pq", Dialect: deduplicator.PostgreSQL, driver: "postgres"}
+	MySQL                   = Driver{Name: "mysql", Dialect: deduplicator.MySQL, driver: "mysql"}
+	MySQLParseTime          = Driver{Name: "mysql parseTime", Dialect: deduplicator.MySQL, driver: "mysql", parseTime: true}
+	MySQLFoundRows          = Driver{Name: "mysql clientFoundRows", Dialect: deduplicator.MySQL, driver: "mysql", foundRows: true}
+	MySQLFoundRowsParseTime = Driver{Name: "mysql clientFoundRows parseTime", Dialect: deduplicator.MySQL, driver: "mysql", foundRows: true, parseTime: true}
+	SQLite                  = Driver{Name: "sqlite", Dialect: deduplicator.SQLite, driver: "sqlite"}
+)
+
+// All is every driver.
+var All = []Driver{PGX, PQ, MySQL, MySQLParseTime, MySQLFoundRows, MySQLFoundRowsParseTime, SQLite}
+
+// Servers is one driver for each kind of database.
+var Servers = []Driver{PGX, MySQL, SQLite}
+
+// Database is an empty database (on PostgreSQL, a schema) that ends with the
+// test that created it.
+type Database struct {
+	Driver Driver
+	Name   string // of the database or schema; of SQLite's file, its path
+	DSN    string // for a driver's own connections and for other processes
+}
+
+// Open creates a database and returns a pool for it.
+func Open(t testing.TB, d Driver) *sql.DB {
+	t.Helper()
+	return Create(t, d).Open(t)
+}
+
+// Create creates a database and drops it at the end of t. It fails t when the
+// server is not there.
+func Create(t testing.TB, d Driver) *Database {
+	t.Helper()
+	database := &Database{Driver: d, Name: "test_" + strings.ToLower(rand.Text()[:16])}
+	switch d.Dialect {
+	case deduplicator.PostgreSQL:
+		server := environment(t, PostgresVariable)
+		database.DSN = withSearchPath(server, database.Name)
+		admin(t, d.driver, server, "CREATE SCHEMA "+database.Name, "DROP SCHEMA "+database.Name+" CASCADE")
+	case deduplicator.MySQL:
+		config, err := mysql.ParseDSN(environment(t, MariaDBVariable))
+		if err != nil {
+			t.Fatalf("testdb: %s is not a DSN of go-sql-driver/mysql", MariaDBVariable)
+		}
+		config.ParseTime, config.ClientFoundRows = d.parseTime, d.foundRows
+		server := config.FormatDSN()
+		config.DBName = database.Name
+		database.DSN = config.FormatDSN()
+		admin(t, d.driver, server, "CREATE DATABASE "+database.Name, "DROP DATABASE "+database.Name)
+	case deduplicator.SQLite:
+		database.Name = filepath.Join(t.TempDir(), "test.db")
+		database.DSN = SQLiteDSN(database.Name, 200*time.Millisecond)
+	}
+	return database
+}
+
+// Open returns a pool of [PoolSize] connections and closes it at the end of t.
+func (database *Database) Open(t testing.TB) *sql.DB {
+	t.Helper()
+	db, err := sql.Open(database.Driver.driver, database.DSN)
+	if err != nil {
+		t.Fatalf("testdb: open %s: %v", database.Driver.Name, err)
+	}
+	db.SetMaxOpenConns(PoolSize)
+	db.SetMaxIdleConns(PoolSize)
+	t.Cleanup(func() {
+		if err := db.Close(); err != nil {
+			t.Errorf("testdb: close %s: %v", database.Driver.Name, err)
+		}
+	})
+	return db
+}
+
+// SQLiteDSN is a DSN of modernc.org/sqlite for a file with a write-ahead log.
+func SQLiteDSN(path string, busyTimeout time.Duration) string {
+	return fmt.Sprintf("file:%s?_pragma=busy_timeout(%d)&_pragma=journal_mode(WAL)&_pragma=synchronous(NORMAL)",
+		path, busyTimeout.Milliseconds())
+}
+
+func environment(t testing.TB, variable string) string {
+	t.Helper()
+	value := os.Getenv(variable)
+	if value == "" {
+		t.Fatalf("testdb: %s is not set: run make services, which starts the servers and says what to set", variable)
+	}
+	return value
+}
+
+// withSearchPath sets the schema that unqualified names mean, for a DSN that is
+// a URL as for one of keywords and values.
+func withSearchPath(dsn, schema string) string {
+	u, err := url.Parse(dsn)
+	if err != nil || u.Scheme == "" {
+		return dsn + " search_path=" + schema
+	}
+	query := u.Query()
+	query.Set("search_path", schema)
+	u.RawQuery = query.Encode()
+	return u.String()
+}
+
+// admin runs create at once and drop at the end of t, after the pools are closed.
+func admin(t testing.TB, driver, dsn, create, drop string) {
+	t.Helper()
+	exec := func(ctx context.Context, query string) {
+		ctx, cancel := context.WithTimeout(ctx, time.Minute)
+		defer cancel()
+		db, err := sql.Open(driver, dsn)
+		if err != nil {
+			t.Fatalf("testdb: open %s: %v", driver, err)
+		}
+		defer db.Close() //nolint:errcheck // nothing was left open
+		if _, err := db.ExecContext(ctx, query); err != nil {
+			t.Errorf("testdb: %s: %v", query, err)
+		}
+	}
+	t.Cleanup(func() { exec(context.WithoutCancel(t.Context()), drop) })
+	exec(t.Context(), create)
+	if t.Failed() {
+		t.FailNow()
+	}
+}
