@@ -1,0 +1,138 @@
+// Package amqpshard runs an [ordering.Broker] on RabbitMQ 3.10 or later: every
+// consumer group gets all messages of a topic, and within a group all messages
+// of one partition key go through one queue with one active consumer.
+//
+// The plugin rabbitmq_consistent_hash_exchange must be enabled. For topic
+// "orders" and group "stock" there are
+//
+//   - the fanout exchange orders, which publishers use;
+//   - the exchange orders.stock, bound to it, of type x-consistent-hash over the
+//     header [ordering.PartitionKeyMetadata];
+//   - the quorum queues orders.stock.000, orders.stock.001 and so on, bound to
+//     that, with a single active consumer and a delivery limit;
+//   - the quorum queue orders.stock.dead, to which messages go that came to the
+//     limit. Nothing consumes it.
+//
+// # Instances
+//
+// Several processes may subscribe in one group. Each consumes all shards, and
+// the broker makes one of them the active consumer of a shard: mostly the first
+// that came. The others stand by, the broker does not balance.
+//
+// # What moves a key
+//
+// The broker keeps its ring of queues in the order of the bindings. Deleting or
+// unbinding a shard queue moves most keys to other shards, at once and again
+// when the queue is back, so that messages of one entity can pass each other.
+// Don't delete shard queues while messages are published.
+package amqpshard
+
+import (
+	"context"
+	"sync"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/message"
+)
+
+// Broker is an [ordering.Broker] on RabbitMQ. Open makes one. It is safe for
+// concurrent use.
+//
+// It has one connection for publishing and one per subscription, so that a
+// broker that holds back publishers (memory or disk alarm) still takes acks.
+type Broker struct {
+	cfg        Config
+	publisher  *publisher
+	subscriber *subscriber
+	closeOnce  sync.Once
+}
+
+// Open checks cfg and connects for publishing. All problems of cfg are reported
+// at once, each matches ErrInvalidConfig. When the broker can't be reached Open
+// returns an error within cfg.DialTimeout, or when ctx ends. A nil logger logs
+// nothing.
+func Open(ctx context.Context, cfg Config, logger watermill.LoggerAdapter) (*Broker, error) {
+	cfg = cfg.withDefaults()
+	if err := cfg.validate(); err != nil {
+		return nil, err
+	}
+	if logger == nil {
+		logger = watermill.NopLogger{}
+	}
+	b := &Broker{cfg: cfg, publisher: newPublisher(cfg), subscriber: newSubscriber(cfg, logger)}
+	if _, err := b.publisher.connect(ctx); err != nil {
+		return nil, err
+	}
+	return b, nil
+}
+
+// Declare declares the exchanges and queues of the topics for this group, see
+// [ordering.Broker]. It deletes and changes nothing: what exists with other
+// settings, or with another number of shards, is a [TopologyError]. What was
+// declared before an error stays. It is safe to repeat and to run in several
+// processes at a time.
+//
+// RabbitMQ does not compare the arguments of exchanges: an existing exchange
+// <topic>.<group> that hashes another header goes unnoticed.
+func (b *Broker) Declare(ctx context.Context, topics ...string) error {
+	if b.subscriber.isClosed() {
+		return ErrClosed
+	}
+	for _, topic := range topics {
+		if err := checkTopic(b.cfg, topic); err != nil {
+			return err
+		}
+	}
+	conn, err := dial(ctx, b.cfg, "declare")
+	if err != nil {
+		return err
+	}
+	defer conn.close()
+	for _, topic := range topics {
+		if err := checkAndDeclare(ctx, conn, b.cfg, topic); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Publisher returns the broker's publisher.
+//
+// Publish sends all messages and then waits for the broker to confirm them. It
+// returns nil when every message is stored in at least one group's queue. It
+// returns an [ordering.KeyError] or a [MessageError] and sends nothing if one of
+// the messages can't be sent. All other errors are a [PublishError], which says
+// for each message whether it is stored; a Publish that was not confirmed within
+// cfg.PublishTimeout is one of them.
+//
+// Messages are sent in the order of the calls and confirmed in parallel. After
+// an error the next Publish opens a new connection.
+func (b *Broker) Publisher() message.Publisher { return b.publisher }
+
+// Subscriber returns the subscriber of the broker's group.
+//
+// Subscribe declares the topic, as Declare does. It returns ErrAlreadySubscribed
+// while the topic is subscribed on this Broker. A shard delivers its next
+// message when the last one was acked or nacked.
+//
+// The context of a message ends when the message was acked or nacked, when its
+// channel or connection is lost (cause ErrDeliveryLost) and when the drain
+// timeout is over (cause ErrDrainTimeout). It does not end with the context of
+// Subscribe: when that ends, or Close is called, no further message is taken,
+// running handlers are waited for up to cfg.DrainTimeout, and then the
+// subscription's channel is closed. Close waits for all that, on all
+// subscriptions.
+//
+// A lost connection and a deleted queue are repaired (the queue is declared
+// again) for as long as it takes, with growing pauses of up to 15s.
+func (b *Broker) Subscriber() message.Subscriber { return b.subscriber }
+
+// Close closes the subscriber, waits for running Publish calls, and closes the
+// connections. It returns nil. It is safe to repeat.
+func (b *Broker) Close() error {
+	b.closeOnce.Do(func() {
+		_ = b.subscriber.Close() // it returns nil
+		b.publisher.close()
+	})
+	return nil
+}

@@ -1,0 +1,312 @@
+// Package amqp_test runs amqpshard against a real RabbitMQ.
+package amqp_test
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/url"
+	"os"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	stock "github.com/ThreeDotsLabs/watermill-amqp/v2/pkg/amqp"
+	"github.com/ThreeDotsLabs/watermill/message"
+	amqp "github.com/rabbitmq/amqp091-go"
+	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
+
+	"github.com/seed-2f56a981/watermill-idempotent/ordering"
+	"github.com/seed-2f56a981/watermill-idempotent/ordering/amqpshard"
+)
+
+var _ stock.Marshaler = amqpshard.Marshaler{}
+
+// timeout is how long a test waits for what must happen.
+const timeout = 30 * time.Second
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func brokerURL(t *testing.T) string {
+	t.Helper()
+	address := os.Getenv("TEST_AMQP_URL")
+	if address == "" {
+		t.Fatal("TEST_AMQP_URL is not set: `make services` starts RabbitMQ and says how to set it")
+	}
+	return address
+}
+
+// fixture is one topic with a raw connection to look behind the broker's back.
+type fixture struct {
+	*testing.T
+	url   string
+	topic string
+	raw   *amqp.Connection
+}
+
+func setup(t *testing.T) *fixture {
+	t.Parallel()
+	f := &fixture{T: t, url: brokerURL(t), topic: "test." + watermill.NewShortUUID()}
+	var err error
+	f.raw, err = amqp.Dial(f.url)
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		f.with(func(ch *amqp.Channel) { _ = ch.ExchangeDelete(f.topic, false, false) })
+		_ = f.raw.Close()
+	})
+	return f
+}
+
+// with runs do on a channel of its own, because a refusal closes it.
+func (f *fixture) with(do func(*amqp.Channel)) {
+	f.Helper()
+	ch, err := f.raw.Channel()
+	require.NoError(f, err)
+	defer ch.Close()
+	do(ch)
+}
+
+// open returns a broker with two shards. What it declares for the topic is
+// deleted at the end.
+func (f *fixture) open(group string, changes ...func(*amqpshard.Config)) *amqpshard.Broker {
+	f.Helper()
+	cfg := amqpshard.Config{URL: f.url, Group: group, Shards: 2, Key: ordering.KeyFromMetadata("entity")}
+	for _, change := range changes {
+		change(&cfg)
+	}
+	broker, err := amqpshard.Open(f.Context(), cfg, nil)
+	require.NoError(f, err)
+	f.Cleanup(func() {
+		require.NoError(f, broker.Close())
+		f.with(func(ch *amqp.Channel) {
+			_ = ch.ExchangeDelete(f.topic+"."+group, false, false)
+			for _, queue := range append(f.queues(group, cfg.Shards), f.topic+"."+group+".dead") {
+				_, _ = ch.QueueDelete(queue, false, false, false)
+			}
+		})
+	})
+	return broker
+}
+
+func (f *fixture) queues(group string, shards int) []string {
+	queues := make([]string, shards)
+	for i := range queues {
+		queues[i] = fmt.Sprintf("%s.%s.%03d", f.topic, group, i)
+	}
+	return queues
+}
+
+// depth returns the number of ready messages in the queues.
+func (f *fixture) depth(queues ...string) int {
+	f.Helper()
+	sum := 0
+	f.with(func(ch *amqp.Channel) {
+		for _, queue := range queues {
+			state, err := ch.QueueDeclarePassive(queue, true, false, false, false, nil)
+			require.NoError(f, err)
+			sum += state.Messages
+		}
+	})
+	return sum
+}
+
+func (f *fixture) subscribe(broker *amqpshard.Broker) <-chan *message.Message {
+	f.Helper()
+	messages, err := broker.Subscriber().Subscribe(f.Context(), f.topic)
+	require.NoError(f, err)
+	return messages
+}
+
+// receive returns the next message.
+func (f *fixture) receive(messages <-chan *message.Message) *message.Message {
+	f.Helper()
+	select {
+	case msg, ok := <-messages:
+		require.True(f, ok, "the subscription ended")
+		return msg
+	case <-time.After(timeout):
+		require.Fail(f, "no message")
+	}
+	return nil
+}
+
+// ends fails the test unless the subscription ends without another message.
+func (f *fixture) ends(messages <-chan *message.Message) {
+	f.Helper()
+	select {
+	case _, open := <-messages:
+		require.False(f, open, "another message")
+	case <-time.After(timeout):
+		require.Fail(f, "the subscription goes on")
+	}
+}
+
+// await fails the test unless done is closed or sent to in time.
+func await[T any](t testing.TB, done <-chan T, what string) {
+	t.Helper()
+	select {
+	case <-done:
+	case <-time.After(timeout):
+		require.Fail(t, "timeout: "+what)
+	}
+}
+
+// newMessage returns a message of an entity.
+func newMessage(entity, payload string) *message.Message {
+	msg := message.NewMessage(watermill.NewUUID(), []byte(payload))
+	msg.Metadata.Set("entity", entity)
+	return msg
+}
+
+// proxy is a TCP proxy before the broker that can cut, refuse and stall.
+type proxy struct {
+	url      string
+	upstream string
+	listener net.Listener
+	wg       sync.WaitGroup
+
+	mu      sync.Mutex // guards the rest
+	conns   []net.Conn
+	down    bool          // refuse connections
+	stalled chan struct{} // open while what clients send is held back; nil: not
+}
+
+// newProxy must be called before open, so that it ends after the brokers.
+func (f *fixture) newProxy() *proxy {
+	f.Helper()
+	address, err := url.Parse(f.url)
+	require.NoError(f, err)
+	p := &proxy{upstream: address.Host}
+	p.listener, err = net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(f, err)
+	address.Host = p.listener.Addr().String()
+	p.url = address.String()
+	p.wg.Go(p.accept)
+	f.Cleanup(func() {
+		_ = p.listener.Close()
+		p.release()
+		p.cut()
+		p.wg.Wait()
+	})
+	return p
+}
+
+func (p *proxy) through(c *amqpshard.Config) { c.URL = p.url }
+
+func (p *proxy) accept() {
+	for {
+		client, err := p.listener.Accept()
+		if err != nil {
+			return
+		}
+		server, err := net.Dial("tcp", p.upstream)
+		if err != nil {
+			_ = client.Close()
+			continue
+		}
+		p.mu.Lock()
+		p.conns = append(p.conns, client, server)
+		if p.down {
+			_, _ = client.Close(), server.Close()
+		}
+		p.mu.Unlock()
+		pipe := func(to, from net.Conn, hold func()) {
+			defer to.Close()
+			defer from.Close()
+			buffer := make([]byte, 4096)
+			for {
+				n, err := from.Read(buffer)
+				hold()
+				if n > 0 {
+					if _, err := to.Write(buffer[:n]); err != nil {
+						return
+					}
+				}
+				if err != nil {
+					return
+				}
+			}
+		}
+		p.wg.Go(func() { pipe(client, server, func() {}) })
+		p.wg.Go(func() { pipe(server, client, p.hold) })
+	}
+}
+
+func (p *proxy) hold() {
+	p.mu.Lock()
+	stalled := p.stalled
+	p.mu.Unlock()
+	if stalled != nil {
+		<-stalled
+	}
+}
+
+// cut closes all connections.
+func (p *proxy) cut() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, conn := range p.conns {
+		_ = conn.Close()
+	}
+	p.conns = nil
+}
+
+// setDown cuts, and refuses connections until it is called with false.
+func (p *proxy) setDown(down bool) {
+	p.mu.Lock()
+	p.down = down
+	p.mu.Unlock()
+	p.cut()
+}
+
+// stall holds back what clients send, until release.
+func (p *proxy) stall() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.stalled = make(chan struct{})
+}
+
+func (p *proxy) release() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.stalled != nil {
+		close(p.stalled)
+		p.stalled = nil
+	}
+}
+
+// consumeRaw returns the payloads of n messages of a queue.
+func (f *fixture) consumeRaw(queue string, n int) []amqp.Delivery {
+	f.Helper()
+	var got []amqp.Delivery
+	f.with(func(ch *amqp.Channel) {
+		deliveries, err := ch.Consume(queue, "", true, false, false, false, nil)
+		require.NoError(f, err)
+		for len(got) < n {
+			select {
+			case delivery, ok := <-deliveries:
+				require.True(f, ok)
+				got = append(got, delivery)
+			case <-time.After(timeout):
+				require.Failf(f, "missing messages", "%d of %d in %s", len(got), n, queue)
+			}
+		}
+	})
+	return got
+}
+
+// publish publishes until it works: for tests that break something else.
+func (f *fixture) publish(broker *amqpshard.Broker, messages ...*message.Message) {
+	f.Helper()
+	ctx, cancel := context.WithTimeout(f.Context(), timeout)
+	defer cancel()
+	for {
+		err := broker.Publisher().Publish(f.topic, messages...)
+		if err == nil {
+			return
+		}
+		require.NoErrorf(f, ctx.Err(), "publish: %v", err)
+	}
+}

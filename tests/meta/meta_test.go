@@ -1,0 +1,134 @@
+// Package meta_test checks the repository itself: what the core links, that the
+// README shows a program that compiles, and that each requirement names tests
+// that exist.
+package meta_test
+
+import (
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+const root = "../.."
+
+// The core links no broker client and no database driver.
+func TestCoreDependencies(t *testing.T) {
+	t.Parallel()
+	allowed := []string{
+		"github.com/seed-2f56a981/watermill-idempotent",
+		"github.com/ThreeDotsLabs/watermill",
+		"github.com/cenkalti/backoff/v5",
+		// of Watermill's message and message/router/middleware
+		"github.com/google/uuid", "github.com/lithammer/shortuuid/v3", "github.com/oklog/ulid",
+		"github.com/pkg/errors", "github.com/sony/gobreaker",
+	}
+	command := exec.CommandContext(t.Context(), "go", "list", "-deps", "-f", "{{with .Module}}{{.Path}}{{end}}",
+		"./middleware", "./deduplicator", "./ordering")
+	command.Dir = root
+	out, err := command.Output()
+	require.NoError(t, err)
+	modules := slices.Compact(slices.Sorted(slices.Values(strings.Fields(string(out)))))
+	require.Contains(t, modules, allowed[0])
+	for _, module := range modules {
+		require.Contains(t, allowed, module)
+	}
+}
+
+// The README's first program is the example that the compiler sees.
+func TestReadmeShowsTheExample(t *testing.T) {
+	t.Parallel()
+	readme := read(t, "README.md")
+	block := regexp.MustCompile("(?s)```go\n(.*?)```").FindStringSubmatch(readme)
+	require.NotNil(t, block, "README.md has no Go block")
+
+	const file = "middleware/example_test.go"
+	source := read(t, file)
+	set := token.NewFileSet()
+	parsed, err := parser.ParseFile(set, file, source, parser.ParseComments)
+	require.NoError(t, err)
+	for _, decl := range parsed.Decls {
+		if f, ok := decl.(*ast.FuncDecl); ok && f.Name.Name == "Example" {
+			body := source[set.Position(f.Body.Lbrace).Offset+1 : set.Position(f.Body.Rbrace).Offset]
+			require.Equal(t, lines(body), lines(block[1]), "README.md and Example in %s differ", file)
+			return
+		}
+	}
+	require.Fail(t, "no func Example in "+file)
+}
+
+// lines are the lines of code without their indentation.
+func lines(code string) []string {
+	var out []string
+	for line := range strings.Lines(code) {
+		if line = strings.TrimSpace(line); line != "" {
+			out = append(out, line)
+		}
+	}
+	return out
+}
+
+var (
+	requirementID = regexp.MustCompile(`^(C[1-5]|I([1-9]|1[0-2])|R[1-9]|K[1-8])$`)
+	testName      = regexp.MustCompile("`((?:Test|Fuzz|Example|Benchmark)[A-Za-z0-9_]*)(/[^`]*)?`")
+)
+
+// Each requirement has one row in REQUIREMENTS.md, which is open or names tests
+// that exist.
+func TestRequirements(t *testing.T) {
+	t.Parallel()
+	names := testNames(t)
+	seen := map[string]bool{}
+	for line := range strings.Lines(read(t, "tests/REQUIREMENTS.md")) {
+		cells := strings.Split(line, "|")
+		if len(cells) < 5 || !requirementID.MatchString(strings.TrimSpace(cells[1])) {
+			continue
+		}
+		id := strings.TrimSpace(cells[1])
+		require.False(t, seen[id], "%s has two rows", id)
+		seen[id] = true
+		proof := cells[3]
+		found := testName.FindAllStringSubmatch(proof, -1)
+		require.True(t, len(found) > 0 || strings.Contains(proof, "open") || strings.Contains(proof, "by design"), "%s names no test and is not open", id)
+		for _, match := range found {
+			require.True(t, names[match[1]], "%s names %s, which does not exist", id, match[1])
+		}
+	}
+	require.Len(t, seen, 5+12+9+8, "rows")
+}
+
+func testNames(t *testing.T) map[string]bool {
+	names := map[string]bool{}
+	require.NoError(t, filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
+		if err != nil || entry.IsDir() || !strings.HasSuffix(path, ".go") {
+			return err
+		}
+		parsed, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.SkipObjectResolution)
+		if err != nil {
+			return err
+		}
+		for _, decl := range parsed.Decls {
+			if f, ok := decl.(*ast.FuncDecl); ok {
+				names[f.Name.Name] = true
+			}
+		}
+		return nil
+	}))
+	return names
+}
+
+func read(t *testing.T, path string) string {
+	t.Helper()
+	content, err := os.ReadFile(filepath.Join(root, path))
+	require.NoError(t, err)
+	return string(content)
+}
