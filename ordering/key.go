@@ -14,6 +14,14 @@ import (
 // first published, and kept by retries, forwarders and the poison queue.
 const PartitionKeyMetadata = "ordering_partition_key"
 
+// PublishedAtMetadata is the metadata field with the time when a message was
+// first published, in RFC 3339. A subscriber of amqpshard or kafkashard sets it
+// from the broker's timestamp where the message does not carry it yet; it is kept
+// by retries, forwarders and the poison queue, so that a message that comes back
+// from there after weeks does not look new. It is missing if the broker has no
+// timestamp for the message.
+const PublishedAtMetadata = "ordering_published_at"
+
 // MaxKeyLength is the longest partition key in bytes: an AMQP short string and
 // hash header value have 255 bytes at most (AMQP 0-9-1, section 4.2.5.3).
 const MaxKeyLength = 255

@@ -12,6 +12,8 @@ import (
 
 	"github.com/ThreeDotsLabs/watermill/message"
 	amqp "github.com/rabbitmq/amqp091-go"
+
+	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
 
 // UUIDHeader is the header that holds the message's UUID, as in watermill-amqp.
@@ -27,8 +29,6 @@ const (
 	// RedeliveredMetadata is "true" if the message may have been delivered
 	// before, else absent.
 	RedeliveredMetadata = "amqpshard_redelivered"
-	// TimestampMetadata is the AMQP timestamp property in RFC 3339, if set.
-	TimestampMetadata = "amqpshard_timestamp"
 	// MessageIDMetadata is the AMQP message-id property, if set.
 	MessageIDMetadata = "amqpshard_message_id"
 	// CCMetadata is the header CC, if set, as a JSON array. The broker reads that
@@ -43,8 +43,9 @@ const (
 // value is ready to use, and it is safe for concurrent use.
 type Marshaler struct{}
 
-// Marshal returns msg as a persistent publishing: metadata as string headers,
-// the UUID as UUIDHeader and, up to 255 bytes, as message-id property.
+// Marshal returns msg as a persistent publishing with the present time: metadata
+// as string headers, the UUID as UUIDHeader and, up to 255 bytes, as message-id
+// property.
 //
 // What the broker or Unmarshal wrote on receiving is left out: metadata with the
 // prefix amqpshard_, and the headers x-death, x-delivery-count, x-acquired-count,
@@ -67,7 +68,7 @@ func (Marshaler) Marshal(msg *message.Message) (amqp.Publishing, error) {
 		headers[field] = value
 	}
 	headers[UUIDHeader] = msg.UUID
-	publishing := amqp.Publishing{Headers: headers, DeliveryMode: amqp.Persistent, Body: msg.Payload}
+	publishing := amqp.Publishing{Headers: headers, DeliveryMode: amqp.Persistent, Timestamp: time.Now(), Body: msg.Payload}
 	if len(msg.UUID) <= maxShortString {
 		publishing.MessageId = msg.UUID
 	}
@@ -77,7 +78,8 @@ func (Marshaler) Marshal(msg *message.Message) (amqp.Publishing, error) {
 // Unmarshal returns a delivery as a message. It never fails: scalar headers
 // become metadata in their plain form (numbers in decimal, timestamps in RFC
 // 3339, null as ""), arrays and tables become JSON. The UUID is UUIDHeader, else
-// the message-id property, else empty.
+// the message-id property, else empty. The timestamp property becomes
+// [ordering.PublishedAtMetadata] if there is no such header.
 func (Marshaler) Unmarshal(delivery amqp.Delivery) (*message.Message, error) {
 	uuid := plain(delivery.Headers[UUIDHeader])
 	if uuid == "" {
@@ -99,8 +101,8 @@ func (Marshaler) Unmarshal(delivery amqp.Delivery) (*message.Message, error) {
 	if delivery.Redelivered {
 		msg.Metadata[RedeliveredMetadata] = "true"
 	}
-	if !delivery.Timestamp.IsZero() {
-		msg.Metadata[TimestampMetadata] = plain(delivery.Timestamp)
+	if msg.Metadata[ordering.PublishedAtMetadata] == "" && !delivery.Timestamp.IsZero() {
+		msg.Metadata[ordering.PublishedAtMetadata] = plain(delivery.Timestamp)
 	}
 	if delivery.MessageId != "" {
 		msg.Metadata[MessageIDMetadata] = delivery.MessageId

@@ -87,7 +87,7 @@ func TestUnmarshalProperties(t *testing.T) {
 			amqp.Delivery{Redelivered: true, Headers: amqp.Table{"x-delivery-count": int64(3)}}, "",
 			message.Metadata{amqpshard.RedeliveredMetadata: "true", amqpshard.DeliveryCountMetadata: "3", "x-delivery-count": "3"},
 		},
-		"timestamp":     {amqp.Delivery{Timestamp: time.Unix(0, 0)}, "", message.Metadata{amqpshard.TimestampMetadata: "1970-01-01T00:00:00Z"}},
+		"timestamp":     {amqp.Delivery{Timestamp: time.Unix(0, 0)}, "", message.Metadata{ordering.PublishedAtMetadata: "1970-01-01T00:00:00Z"}},
 		"routing":       {amqp.Delivery{Headers: amqp.Table{"CC": []any{"a"}}}, "", message.Metadata{amqpshard.CCMetadata: `["a"]`}},
 		"forged fields": {amqp.Delivery{Headers: amqp.Table{amqpshard.DeliveryCountMetadata: "9"}}, "", message.Metadata{}},
 	} {
@@ -124,11 +124,14 @@ func TestMarshalLeavesOutWhatReceivingWrote(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := amqp.Table{amqpshard.UUIDHeader: "u", "kept": "value", "x-kept": "1"}
+	want := amqp.Table{
+		amqpshard.UUIDHeader: "u", "kept": "value", "x-kept": "1",
+		ordering.PublishedAtMetadata: "1970-01-01T00:00:01Z", // the first time counts
+	}
 	if !maps.Equal(publishing.Headers, want) {
 		t.Errorf("headers are %v, want %v", publishing.Headers, want)
 	}
-	if publishing.MessageId != "u" || publishing.DeliveryMode != amqp.Persistent || string(publishing.Body) != "body" {
+	if publishing.Timestamp.Before(time.Unix(2, 0)) || publishing.MessageId != "u" || publishing.DeliveryMode != amqp.Persistent || string(publishing.Body) != "body" {
 		t.Errorf("publishing is %+v", publishing)
 	}
 }

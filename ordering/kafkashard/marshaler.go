@@ -20,9 +20,6 @@ const (
 	PartitionMetadata = metadataPrefix + "partition"
 	// OffsetMetadata is the offset in the partition, a decimal number.
 	OffsetMetadata = metadataPrefix + "offset"
-	// TimestampMetadata is the record's timestamp, RFC 3339 with nanoseconds in
-	// UTC (Kafka keeps milliseconds). It is missing if the record has none.
-	TimestampMetadata = metadataPrefix + "timestamp"
 
 	metadataPrefix = "kafkashard_"
 )
@@ -73,6 +70,8 @@ func (Marshaler) Marshal(topic string, msg *message.Message) (*sarama.ProducerMe
 //     one name the last counts.
 //   - The record's key becomes [ordering.PartitionKeyMetadata] if there is no
 //     such header and the key can be one.
+//   - The record's timestamp becomes [ordering.PublishedAtMetadata] if there is no
+//     such header.
 func (Marshaler) Unmarshal(record *sarama.ConsumerMessage) (*message.Message, error) {
 	msg := message.NewMessage("", record.Value)
 	if msg.Payload == nil {
@@ -96,8 +95,8 @@ func (Marshaler) Unmarshal(record *sarama.ConsumerMessage) (*message.Message, er
 	}
 	msg.Metadata.Set(PartitionMetadata, strconv.FormatInt(int64(record.Partition), 10))
 	msg.Metadata.Set(OffsetMetadata, strconv.FormatInt(record.Offset, 10))
-	if !record.Timestamp.IsZero() {
-		msg.Metadata.Set(TimestampMetadata, record.Timestamp.UTC().Format(time.RFC3339Nano))
+	if msg.Metadata.Get(ordering.PublishedAtMetadata) == "" && !record.Timestamp.IsZero() {
+		msg.Metadata.Set(ordering.PublishedAtMetadata, record.Timestamp.UTC().Format(time.RFC3339Nano))
 	}
 	return msg, nil
 }

@@ -36,7 +36,11 @@ func TestRoundTrip(t *testing.T) {
 	require.Equal(t, sent.Payload, got.Payload)
 	require.Equal(t, "ключ", got.Metadata.Get(ordering.PartitionKeyMetadata))
 	require.Equal(t, sent.UUID, got.Metadata.Get(amqpshard.MessageIDMetadata))
+	published, err := time.Parse(time.RFC3339, got.Metadata.Get(ordering.PublishedAtMetadata))
+	require.NoError(t, err)
+	require.WithinDuration(t, time.Now(), published, time.Minute)
 	delete(got.Metadata, amqpshard.MessageIDMetadata)
+	delete(got.Metadata, ordering.PublishedAtMetadata)
 	require.Equal(t, sent.Metadata, got.Metadata)
 	require.True(t, got.Ack())
 	await(t, got.Context().Done(), "the context ends after the ack")
@@ -106,7 +110,7 @@ func TestForeignMessages(t *testing.T) {
 	require.Empty(t, msg.UUID)
 	require.Equal(t, message.Metadata{
 		ordering.PartitionKeyMetadata: "a", "n": "1", "null": "", "yes": "true", "float": "1.5", "decimal": "1.5",
-		"at": "1970-01-01T00:00:00Z", "table": `{"list":[1,"x"]}`, amqpshard.TimestampMetadata: "1970-01-01T00:01:00Z",
+		"at": "1970-01-01T00:00:00Z", "table": `{"list":[1,"x"]}`, ordering.PublishedAtMetadata: "1970-01-01T00:01:00Z",
 	}, msg.Metadata)
 	msg.Ack()
 

@@ -28,10 +28,10 @@ func TestRoundTrip(t *testing.T) {
 		got := take(t, subscribe(t, broker, topic), 1)[0]
 		require.Equal(t, sent.UUID, got.UUID)
 		require.Equal(t, sent.Payload, got.Payload)
-		written, err := time.Parse(time.RFC3339Nano, got.Metadata.Get(kafkashard.TimestampMetadata))
+		written, err := time.Parse(time.RFC3339Nano, got.Metadata.Get(ordering.PublishedAtMetadata))
 		require.NoError(t, err)
 		require.WithinRange(t, written, before, time.Now())
-		delete(got.Metadata, kafkashard.TimestampMetadata)
+		delete(got.Metadata, ordering.PublishedAtMetadata)
 		require.Equal(t, message.Metadata{
 			"event_id":                    "e1",
 			ordering.PartitionKeyMetadata: "Käse",
