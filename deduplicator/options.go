@@ -95,7 +95,8 @@ func WithTables(processed, produced string) Option {
 // WithClaimTimeout sets how long a message waits while another transaction holds
 // its key, instead of [DefaultClaimTimeout]. When it passes, Process returns
 // [ErrInFlight] and the connection is free. MySQL and MariaDB round it up to
-// whole seconds. Values under [MinClaimTimeout] are refused.
+// whole seconds; on SQLite, where every writer waits for every other, the
+// driver's busy timeout comes on top. Values under [MinClaimTimeout] are refused.
 func WithClaimTimeout(d time.Duration) Option {
 	return optionFunc(func(c *config) { c.claimTimeout = d })
 }

@@ -23,7 +23,6 @@ type queries struct {
 	claim     string
 	claimArgs func(Claim) []any
 	stored    string
-	exists    string
 	output    string // up to VALUES
 	row       string // one row of it
 	forgetSQL string
@@ -65,7 +64,6 @@ func newQueries(c *config, mariaDB bool) queries {
 		q.claim = insert + "VALUES (?, ?, ?, " + now + ") ON CONFLICT (consumer_name, message_key) DO NOTHING"
 	}
 	q.claim = c.dialect.Rebind(q.claim)
-	q.exists = c.dialect.Rebind("SELECT 1 FROM " + processed + " WHERE consumer_name = ? AND message_key = ?")
 	q.stored = c.dialect.Rebind("SELECT c.fingerprint, o.topic, o.uuid, o.metadata, o.payload FROM " + processed + " c LEFT JOIN " + produced +
 		" o ON o.consumer_name = c.consumer_name AND o.message_key = c.message_key" +
 		" WHERE c.consumer_name = ? AND c.message_key = ? ORDER BY o.ordinal")

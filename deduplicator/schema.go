@@ -2,8 +2,11 @@ package deduplicator
 
 import (
 	"context"
+	"crypto/sha256"
 	"database/sql"
 	"embed"
+	"encoding/hex"
+	"errors"
 	"fmt"
 	"strings"
 
@@ -39,19 +42,36 @@ func (c *config) schema() string {
 	if err != nil {
 		panic(err) // each dialect that validate accepts has its file
 	}
-	quote := c.dialect.Quote
 	return strings.NewReplacer(
-		"{processed}", quote(c.processed),
-		"{processed_index}", quote(indexName(c.processed, "_processed_at")),
-		"{produced}", quote(c.produced),
-		"{produced_index}", quote(indexName(c.produced, "_created_at")),
+		"{processed}", c.dialect.Quote(c.processed),
+		"{processed_base}", c.dialect.Quote(sqldb.Base(c.processed)),
+		"{processed_index}", c.index(c.processed, "_processed_at"),
+		"{produced}", c.dialect.Quote(c.produced),
+		"{produced_base}", c.dialect.Quote(sqldb.Base(c.produced)),
+		"{produced_index}", c.index(c.produced, "_created_at"),
 	).Replace(string(text))
 }
 
-// indexName keeps within the 63 bytes that PostgreSQL has for a name.
-func indexName(table, suffix string) string {
+// index returns the quoted name of a table's index. SQLite wants the schema
+// there, the others with the table.
+func (c *config) index(table, suffix string) string {
 	base := sqldb.Base(table)
-	return base[:min(len(base), 63-len(suffix))] + suffix
+	schema := strings.TrimSuffix(table, base)
+	if c.dialect != SQLite {
+		schema = ""
+	}
+	return c.dialect.Quote(schema + indexName(base, suffix))
+}
+
+// indexName keeps within the 63 bytes that PostgreSQL has for a name. Two tables
+// must not get one name: the second index would be taken for the first.
+func indexName(base, suffix string) string {
+	if len(base)+len(suffix) > 63 {
+		sum := sha256.Sum256([]byte(base))
+		suffix = "_" + hex.EncodeToString(sum[:4]) + suffix
+		base = base[:63-len(suffix)]
+	}
+	return base + suffix
 }
 
 // Migrate creates the store's tables where they are missing. It can be run by
@@ -73,12 +93,12 @@ func Migrate(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Option) e
 
 func (c *config) check(ctx context.Context, db *sql.DB) error {
 	const hint = "create it with deduplicator.Migrate, or run the statements that deduplicator.Schema returns"
-	if err := sqldb.CheckColumns(ctx, db, c.dialect, c.processed, hint,
-		"consumer_name", "message_key", "processed_at", "fingerprint"); err != nil {
-		return fmt.Errorf("%w: %w", ErrSchema, err)
-	}
-	if err := sqldb.CheckColumns(ctx, db, c.dialect, c.produced, hint,
-		"consumer_name", "message_key", "ordinal", "topic", "uuid", "metadata", "payload", "created_at"); err != nil {
+	if err := errors.Join(
+		sqldb.CheckColumns(ctx, db, c.dialect, c.processed, hint,
+			"consumer_name", "message_key", "processed_at", "fingerprint"),
+		sqldb.CheckColumns(ctx, db, c.dialect, c.produced, hint,
+			"consumer_name", "message_key", "ordinal", "topic", "uuid", "metadata", "payload", "created_at"),
+	); err != nil {
 		return fmt.Errorf("%w: %w", ErrSchema, err)
 	}
 	return nil

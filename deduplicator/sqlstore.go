@@ -98,7 +98,7 @@ var errAgain = errors.New("database is busy")
 func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result, error) {
 	tx, err := s.db.BeginTx(ctx, s.config.txOptions())
 	if err != nil {
-		return Result{}, s.claimError(err)
+		return Result{}, s.claimError(ctx, err)
 	}
 	ended := false
 	defer func() {
@@ -109,7 +109,7 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 
 	isNew, err := s.claim(ctx, tx, claim)
 	if err != nil {
-		return Result{}, s.claimError(err)
+		return Result{}, s.claimError(ctx, err)
 	}
 	if !isNew {
 		return s.duplicate(ctx, tx, claim)
@@ -131,7 +131,7 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 	}
 	ended = true
 	if err := tx.Commit(); err != nil {
-		return s.commitFailed(ctx, claim, work, err)
+		return s.commitFailed(ctx, claim, err)
 	}
 	return Result{Outcome: Processed, Outputs: outputs}, nil
 }
@@ -152,7 +152,10 @@ func (s *SQLStore) claim(ctx context.Context, tx *sql.Tx, claim Claim) (isNew bo
 }
 
 // claimError says why the work was not called.
-func (s *SQLStore) claimError(err error) error {
+func (s *SQLStore) claimError(ctx context.Context, err error) error {
+	if ended := ctx.Err(); ended != nil && !errors.Is(err, ended) {
+		err = fmt.Errorf("%w: %w", ended, err) // not every driver says so
+	}
 	switch {
 	case s.config.dialect == SQLite && sqldb.LockTimeout(err):
 		return fmt.Errorf("%w: %w", errAgain, err)
@@ -166,7 +169,7 @@ func (s *SQLStore) claimError(err error) error {
 func (s *SQLStore) duplicate(ctx context.Context, tx *sql.Tx, claim Claim) (Result, error) {
 	rows, err := tx.QueryContext(ctx, s.queries.stored, key(claim)...)
 	if err != nil {
-		return Result{}, s.claimError(err)
+		return Result{}, s.claimError(ctx, err)
 	}
 	defer rows.Close() //nolint:errcheck // rows.Err has the error of reading
 	result := Result{Outcome: Duplicate}
@@ -176,7 +179,7 @@ func (s *SQLStore) duplicate(ctx context.Context, tx *sql.Tx, claim Claim) (Resu
 			topic, uuid                    sql.NullString
 		)
 		if err := rows.Scan(&fingerprint, &topic, &uuid, &metadata, &payload); err != nil {
-			return Result{}, s.claimError(err)
+			return Result{}, s.claimError(ctx, err)
 		}
 		if len(claim.Fingerprint) > 0 && len(fingerprint) > 0 && string(claim.Fingerprint) != string(fingerprint) {
 			return Result{}, &ConflictError{Consumer: claim.Consumer, Key: claim.Key, Stored: fingerprint, Got: claim.Fingerprint}
@@ -191,33 +194,40 @@ func (s *SQLStore) duplicate(ctx context.Context, tx *sql.Tx, claim Claim) (Resu
 		result.Outputs = append(result.Outputs, output)
 	}
 	if err := rows.Err(); err != nil {
-		return Result{}, s.claimError(err)
+		return Result{}, s.claimError(ctx, err)
 	}
 	return result, nil
 }
 
-// recheckTimeout bounds the question whether a commit took place.
+// recheckTimeout bounds the question whether a commit took place, beyond the
+// claim timeout.
 const recheckTimeout = 5 * time.Second
 
+// errNotThere is what the work of a recheck returns.
+var errNotThere = errors.New("the claim is not recorded")
+
 // commitFailed finds out what became of a commit that returned an error, since
-// its answer may be lost while the commit is not.
-func (s *SQLStore) commitFailed(ctx context.Context, claim Claim, work Work, cause error) (Result, error) {
+// its answer may be lost while the commit is not. It claims the key again: that
+// waits for a commit that is still under way, where reading would not see it.
+func (s *SQLStore) commitFailed(ctx context.Context, claim Claim, cause error) (Result, error) {
 	if errors.Is(cause, sql.ErrTxDone) && ctx.Err() == nil {
 		return Result{}, ErrTxEnded
 	}
-	ctx, cancel := context.WithTimeout(ctx, recheckTimeout)
-	defer cancel()
-	var found int
-	err := s.db.QueryRowContext(ctx, s.queries.exists, key(claim)...).Scan(&found)
-	switch {
-	case errors.Is(err, sql.ErrNoRows):
+	if sqldb.Transient(cause) { // the database has answered
 		return Result{}, fmt.Errorf("%w: %w", ErrNotCommitted, cause)
-	case err != nil:
-		return Result{}, fmt.Errorf("%w: %w", ErrOutcomeUnknown, errors.Join(cause, err))
 	}
-	// It is there, by this transaction or by another one: the next attempt reads
-	// what belongs to it.
-	return s.attempt(ctx, claim, work)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), s.config.claimTimeout+recheckTimeout)
+	defer cancel()
+	result, err := s.attempt(ctx, claim, func(context.Context) ([]Output, error) { return nil, errNotThere })
+	switch {
+	case err == nil:
+		return result, nil // recorded, by this transaction or by another one
+	case errors.Is(err, errNotThere):
+		return Result{}, fmt.Errorf("%w: %w", ErrNotCommitted, cause)
+	case errors.Is(err, ErrConflict):
+		return Result{}, err // so another transaction has recorded it
+	}
+	return Result{}, fmt.Errorf("%w: %w", ErrOutcomeUnknown, errors.Join(cause, err))
 }
 
 // Forget implements [Store].

@@ -66,7 +66,7 @@ type Store interface {
 	// outputs, unless the claim is recorded already.
 	//
 	// When it returns an error nothing is durable, except for
-	// [ErrOutcomeUnknown]. An error of work comes back as it was. Others are:
+	// [ErrOutcomeUnknown] and [ErrTxEnded]. An error of work comes back as it was. Others are:
 	// [ErrInvalidClaim]; [ErrConflict], the key is recorded with another
 	// fingerprint; [ErrInFlight], another transaction held the key for longer
 	// than the store waits; [ErrUnavailable], the database failed before work was

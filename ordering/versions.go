@@ -178,6 +178,11 @@ func (c *versionsConfig) queries() (advance, current string) {
 			" version = IF(version < VALUES(version), VALUES(version), version + 0 * LAST_INSERT_ID(1))"
 	}
 	current = "SELECT version, fingerprint FROM " + table + " WHERE consumer_name = ? AND entity = ?"
+	if c.dialect == MySQL {
+		// The snapshot of a transaction at repeatable read may be older than the row
+		// that the insert met and locked.
+		current += " FOR UPDATE"
+	}
 	return c.dialect.Rebind(advance), c.dialect.Rebind(current)
 }
 

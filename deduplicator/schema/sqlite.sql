@@ -5,7 +5,7 @@ CREATE TABLE IF NOT EXISTS {processed} (
     fingerprint   BLOB,
     PRIMARY KEY (consumer_name, message_key)
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS {processed_index} ON {processed} (processed_at);
+CREATE INDEX IF NOT EXISTS {processed_index} ON {processed_base} (processed_at);
 
 CREATE TABLE IF NOT EXISTS {produced} (
     consumer_name TEXT NOT NULL,
@@ -18,4 +18,4 @@ CREATE TABLE IF NOT EXISTS {produced} (
     created_at    TEXT NOT NULL,
     PRIMARY KEY (consumer_name, message_key, ordinal)
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS {produced_index} ON {produced} (created_at);
+CREATE INDEX IF NOT EXISTS {produced_index} ON {produced_base} (created_at);

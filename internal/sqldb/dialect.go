@@ -132,9 +132,18 @@ func CheckColumns(ctx context.Context, db *sql.DB, d Dialect, table, hint string
 }
 
 // Ping waits for db to answer, so that an unreachable server is told from a
-// missing table.
+// missing table. ctx bounds the wait even for a driver that does not look at it
+// while it connects, as lib/pq opened by its name.
 func Ping(ctx context.Context, db *sql.DB) error {
-	if err := db.PingContext(ctx); err != nil {
+	answer := make(chan error, 1)
+	go func() { answer <- db.PingContext(ctx) }()
+	var err error
+	select {
+	case err = <-answer:
+	case <-ctx.Done():
+		err = ctx.Err()
+	}
+	if err != nil {
 		return fmt.Errorf("database does not answer: %w", err)
 	}
 	return nil
@@ -159,9 +168,33 @@ func Apply(ctx context.Context, db *sql.DB, d Dialect, script string) error {
 		if strings.TrimSpace(stmt) == "" {
 			continue
 		}
+		if d == PostgreSQL {
+			exists, err := indexExists(ctx, tx, stmt)
+			if err != nil {
+				return err
+			}
+			if exists {
+				continue
+			}
+		}
 		if _, err := tx.ExecContext(ctx, stmt); err != nil {
 			return err
 		}
 	}
 	return tx.Commit()
+}
+
+var createIndex = regexp.MustCompile(`^\s*CREATE INDEX IF NOT EXISTS "([^"]+)" ON (\S+)`)
+
+// indexExists reports whether stmt would create an index that PostgreSQL has.
+// CREATE INDEX IF NOT EXISTS locks the table before it looks: it would wait for
+// every handler that is running, and all new ones would wait for it.
+func indexExists(ctx context.Context, tx *sql.Tx, stmt string) (exists bool, err error) {
+	names := createIndex.FindStringSubmatch(stmt)
+	if names == nil {
+		return false, nil
+	}
+	err = tx.QueryRowContext(ctx, "SELECT EXISTS (SELECT 1 FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid"+
+		" WHERE c.relname = $1 AND i.indrelid = to_regclass($2))", names[1], names[2]).Scan(&exists)
+	return exists, err
 }

@@ -1,0 +1,48 @@
+package deduplicator_test
+
+import (
+	"maps"
+	"strings"
+	"testing"
+
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+)
+
+// Metadata comes back as it was, whatever bytes it holds.
+func FuzzMetadata(f *testing.F) {
+	f.Add("", "", "", "")
+	f.Add("k", "v", "K", "V")
+	f.Add("\xff", "\xfe", "\xfe", "\xff") // JSON would make all of them U+FFFD
+	f.Add("\xff", "1", "\ufffd", "2")
+	f.Add("a", "\x00", "binary:", "binary:[]")
+	f.Add("<", "& \u2028", `"`, `\u0041`)
+	f.Fuzz(func(t *testing.T, k1, v1, k2, v2 string) {
+		metadata := map[string]string{k1: v1, k2: v2}
+		got, err := deduplicator.DecodeMetadata(deduplicator.EncodeMetadata(metadata))
+		if err != nil || !maps.Equal(got, metadata) {
+			t.Errorf("%q came back as %q, %v", metadata, got, err)
+		}
+	})
+}
+
+func TestMetadataOfNothing(t *testing.T) {
+	t.Parallel()
+	for _, metadata := range []map[string]string{nil, {}} {
+		got, err := deduplicator.DecodeMetadata(deduplicator.EncodeMetadata(metadata))
+		if err != nil || got == nil || len(got) != 0 {
+			t.Errorf("%#v came back as %#v, %v; want an empty map that can be written to", metadata, got, err)
+		}
+	}
+}
+
+func TestMetadataThatIsDamaged(t *testing.T) {
+	t.Parallel()
+	for _, encoded := range []string{"", "x", "{", `{"a":1}`, `["secret"]`, "binary:", "binary:{}", `binary:[["!","!"]]`} {
+		_, err := deduplicator.DecodeMetadata([]byte(encoded))
+		if err == nil {
+			t.Errorf("%q was accepted", encoded)
+		} else if strings.Contains(err.Error(), "secret") {
+			t.Errorf("the error shows the data: %v", err)
+		}
+	}
+}
