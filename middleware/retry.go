@@ -54,7 +54,9 @@ func (r Retry) validate() error {
 // order is kept.
 //
 // A store that is unavailable is waited for as long as it takes, without using up
-// retries: consuming goes on when the database is back.
+// retries: consuming goes on when the database is back. A subscriber that closes
+// meanwhile ends the wait with the message's context, which amqpshard and
+// kafkashard do after their drain timeout.
 func WithRetry(r Retry) Link {
 	link := Link{name: "WithRetry", rank: rankRetry, err: r.validate()}
 	if r.InitialInterval == 0 {
