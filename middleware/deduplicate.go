@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 
 	"github.com/ThreeDotsLabs/watermill/message"
+	watermillmw "github.com/ThreeDotsLabs/watermill/message/router/middleware"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
@@ -102,13 +103,21 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 			defer msg.SetContext(ctx)
 			msg.Payload = payload // an earlier attempt may have replaced it
 			var err error
+			reason := msg.Metadata.Get(watermillmw.ReasonForPoisonedKey)
 			if produced, err = h(msg); err != nil {
 				return nil, err
+			}
+			if now := msg.Metadata.Get(watermillmw.ReasonForPoisonedKey); now != reason {
+				return nil, &parkedInside{reason: now}
 			}
 			return toOutputs(message.PublishTopicFromCtx(ctx), produced)
 		})
 		msg.Payload = payload
+		var parked *parkedInside
 		switch {
+		case errors.As(err, &parked):
+			state.parked = parked
+			return nil, nil
 		case errors.Is(err, ordering.ErrStale):
 			state.outcome = Stale
 			return nil, nil
@@ -124,6 +133,12 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 		return produced, nil
 	}
 }
+
+// parkedInside rolls back what a handler wrote before Watermill's own PoisonQueue,
+// which somebody put inside the transaction, parked its message and hid its error.
+type parkedInside struct{ reason string }
+
+func (e *parkedInside) Error() string { return e.reason }
 
 func (d *deduplicate) claim(ctx context.Context, msg *message.Message) (deduplicator.Claim, error) {
 	handler := message.HandlerNameFromCtx(ctx)

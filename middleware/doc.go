@@ -14,7 +14,7 @@
 // repeats work. The handler reads its transaction with [Tx].
 //
 // Watermill's own package has the same name: import this one as "idempotent"
-// where both are used. Do not put Watermill's Retry, PoisonQueue or Recoverer
-// inside this chain: they would hide the handler's error from the transaction,
-// which would then commit a failed attempt.
+// where both are used. Do not add Watermill's Retry after this chain: it would try
+// again inside the transaction of the attempt that failed, and commit what both
+// attempts wrote.
 package middleware
