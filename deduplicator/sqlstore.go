@@ -8,8 +8,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/cenkalti/backoff/v5"
-
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 )
 
@@ -69,8 +67,7 @@ func (s *SQLStore) Process(ctx context.Context, claim Claim, work Work) (Result,
 		return Result{}, err
 	}
 	started := time.Now()
-	pause := backoff.NewExponentialBackOff()
-	pause.InitialInterval, pause.MaxInterval, pause.Multiplier = 5*time.Millisecond, 500*time.Millisecond, 2
+	pauses := sqldb.Pauses()
 	for retries := 0; ; retries++ {
 		result, err := s.attempt(ctx, claim, work)
 		again := errors.Is(err, errAgain)
@@ -81,7 +78,7 @@ func (s *SQLStore) Process(ctx context.Context, claim Claim, work Work) (Result,
 		if again && time.Since(started) > s.config.claimTimeout {
 			return Result{}, fmt.Errorf("%w: %w", ErrInFlight, err)
 		}
-		timer := time.NewTimer(pause.NextBackOff())
+		timer := time.NewTimer(pauses.NextBackOff())
 		select {
 		case <-timer.C:
 		case <-ctx.Done():
@@ -230,6 +227,9 @@ func (s *SQLStore) commitFailed(ctx context.Context, claim Claim, cause error) (
 	return Result{}, fmt.Errorf("%w: %w", ErrOutcomeUnknown, errors.Join(cause, err))
 }
 
+// forgetLimit is how long Forget gives way to other transactions.
+const forgetLimit = 5 * time.Second
+
 // Forget implements [Store].
 func (s *SQLStore) Forget(ctx context.Context, claims ...Claim) error {
 	for len(claims) > 0 {
@@ -238,7 +238,11 @@ func (s *SQLStore) Forget(ctx context.Context, claims ...Claim) error {
 		for _, claim := range claims[:n] {
 			args = append(args, key(claim)...)
 		}
-		if _, err := s.db.ExecContext(ctx, s.queries.forget(n), args...); err != nil {
+		err := sqldb.Retry(ctx, forgetLimit, func() error {
+			_, err := s.db.ExecContext(ctx, s.queries.forget(n), args...)
+			return err
+		})
+		if err != nil {
 			return fmt.Errorf("deduplicator: forget outputs: %w", err)
 		}
 		claims = claims[n:]

@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"regexp"
 	"strings"
+	"time"
 	"unicode/utf8"
 )
 
@@ -153,6 +154,14 @@ func Ping(ctx context.Context, db *sql.DB) error {
 // that several instances can do it at once. They must be of the form "create if
 // it does not exist".
 func Apply(ctx context.Context, db *sql.DB, d Dialect, script string) error {
+	return Retry(ctx, applyLimit, func() error { return apply(ctx, db, d, script) })
+}
+
+// applyLimit is how long Apply gives way to other transactions, which SQLite
+// refuses to wait for when its busy timeout is short.
+const applyLimit = 30 * time.Second
+
+func apply(ctx context.Context, db *sql.DB, d Dialect, script string) error {
 	tx, err := db.BeginTx(ctx, nil)
 	if err != nil {
 		return err
