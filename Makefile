@@ -5,7 +5,8 @@ STATICCHECK = go run honnef.co/go/tools/cmd/staticcheck@v0.8.2
 GOVULNCHECK = go run golang.org/x/vuln/cmd/govulncheck@v1.9.0
 SERVICES    = go run ./tests/services
 
-PACKAGES = ./... ./examples/... ./tests/...
+PACKAGES = ./... ./examples/... ./examples/querylayers/... ./tests/...
+MODULES  = . examples examples/querylayers tests
 
 .PHONY: test test-fast bench services services-stop lint lint-static vuln orders
 
@@ -15,7 +16,7 @@ test:
 
 ## test-fast: the tests that need no server
 test-fast:
-	go test -count=1 . ./deduplicator/... ./internal/... ./middleware/... ./ordering/... ./examples/...
+	go test -count=1 ./deduplicator/... ./internal/... ./middleware/... ./ordering/... ./examples/... ./examples/querylayers/...
 
 ## bench: what the middlewares cost, as ratios against the same work by hand
 bench:
@@ -38,7 +39,7 @@ lint-static:
 	@test -z "$$(gofmt -l .)" || { echo "gofmt is needed for:"; gofmt -l .; exit 1; }
 	go vet $(PACKAGES)
 	$(STATICCHECK) $(PACKAGES)
-	for m in . examples tests; do (cd $$m && GOWORK=off go mod tidy -diff) || exit 1; done
+	for m in $(MODULES); do (cd $$m && GOWORK=off go mod tidy -diff) || exit 1; done
 
 vuln:
-	for m in . examples tests; do (cd $$m && $(GOVULNCHECK) ./...) || exit 1; done
+	for m in $(MODULES); do (cd $$m && $(GOVULNCHECK) ./...) || exit 1; done
