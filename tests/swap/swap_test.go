@@ -98,7 +98,7 @@ func run(t *testing.T, open open, driver testdb.Driver) {
 	s := &shop{
 		t: t, db: testdb.Open(t, driver), dialect: driver.Dialect,
 		orders: "orders-" + suffix, reserved: "reserved-" + suffix, poison: "poison-" + suffix,
-		outcomes: map[middleware.Outcome]int{},
+		ended: map[string]map[string]middleware.Outcome{"stock": {}, "ledger": {}},
 	}
 	s.migrate(ctx)
 
@@ -120,14 +120,11 @@ func run(t *testing.T, open open, driver testdb.Driver) {
 
 	published := s.publish(producer.Publisher())
 
-	// Every delivery of the orders ends in exactly one of these, and every output
-	// is booked. Redeliveries may add duplicates.
+	// Every message ends, and every output is booked.
 	s.eventually(ctx, func() (bool, string) {
 		s.mu.Lock()
 		defer s.mu.Unlock()
-		ended := s.outcomes["stock/processed"] + s.outcomes["stock/duplicate"] + s.outcomes["stock/stale"] +
-			s.outcomes["stock/parked"] + s.outcomes["stock/conflict"]
-		booked := s.outcomes["ledger/processed"]
+		ended, booked := len(s.ended["stock"]), len(s.ended["ledger"])
 		return ended >= published && booked >= entities*versions,
 			fmt.Sprintf("%d of %d deliveries ended, %d of %d outputs booked", ended, published, booked, entities*versions)
 	})
@@ -148,8 +145,19 @@ type shop struct {
 	orders, reserved, poison string
 	failed                   atomic.Bool // the handler has failed once
 
-	mu       sync.Mutex
-	outcomes map[middleware.Outcome]int // by handler/outcome
+	mu sync.Mutex
+	// ended has, by handler and message UUID, the outcome of the first delivery
+	// that was not returned to the broker. The broker may deliver again.
+	ended map[string]map[string]middleware.Outcome
+}
+
+// first counts the outcomes of the handler's messages. It needs mu.
+func (s *shop) first(handler string) map[middleware.Outcome]int {
+	counts := map[middleware.Outcome]int{}
+	for _, outcome := range s.ended[handler] {
+		counts[outcome]++
+	}
+	return counts
 }
 
 func (s *shop) migrate(ctx context.Context) {
@@ -188,9 +196,15 @@ func (s *shop) router(broker ordering.Broker) *message.Router {
 }
 
 func (s *shop) observe(_ context.Context, event middleware.Event) {
+	switch event.Outcome {
+	case middleware.Retried, middleware.Failed, middleware.InFlight:
+		return
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.outcomes[middleware.Outcome(event.Handler+"/")+event.Outcome]++
+	if _, again := s.ended[event.Handler][event.MessageUUID]; !again {
+		s.ended[event.Handler][event.MessageUUID] = event.Outcome
+	}
 }
 
 // start runs router and returns what closes it and its broker.
@@ -305,11 +319,14 @@ func (s *shop) checkEffects(ctx context.Context) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	require.Equal(s.t, entities*versions, s.outcomes["stock/processed"])
-	require.GreaterOrEqual(s.t, s.outcomes["stock/duplicate"], entities*versions*2/3)
-	require.Equal(s.t, (versions-2)*entities/4, s.outcomes["stock/stale"])
-	require.Equal(s.t, 2, s.outcomes["stock/parked"])
-	require.Equal(s.t, 2, s.outcomes["stock/conflict"])
+	// A commit during a rebalance or a lost ack turns a message's own redelivery
+	// into the one that is seen to end, so some may count as duplicates.
+	got := s.first("stock")
+	require.Equal(s.t, 2, got[middleware.Parked])
+	require.Equal(s.t, 2, got[middleware.Conflict])
+	require.LessOrEqual(s.t, got[middleware.Processed], entities*versions)
+	require.LessOrEqual(s.t, got[middleware.Stale], (versions-2)*entities/4)
+	require.GreaterOrEqual(s.t, got[middleware.Duplicate], entities*versions*2/3)
 }
 
 // checkParked reads the poison queue.
@@ -324,11 +341,17 @@ func (s *shop) checkParked(ctx context.Context, broker ordering.Broker) {
 		"another event with the id of one that was processed":      "other content",
 		"another state with the version of one that was processed": "other content",
 	}
+	seen := map[string]bool{}
 	for len(want) > 0 {
 		select {
 		case msg := <-messages:
 			reason, ok := want[string(msg.Payload)]
-			require.True(s.t, ok, "parked twice, or by mistake: %s", msg.Payload)
+			if seen[msg.UUID] { // delivered again after it was parked
+				msg.Ack()
+				continue
+			}
+			seen[msg.UUID] = true
+			require.True(s.t, ok, "parked by mistake: %s", msg.Payload)
 			require.Contains(s.t, msg.Metadata.Get("reason_poisoned"), reason)
 			require.Equal(s.t, s.orders, msg.Metadata.Get("topic_poisoned"))
 			delete(want, string(msg.Payload))
@@ -361,7 +384,7 @@ func (s *shop) eventually(ctx context.Context, condition func() (bool, string)) 
 		case <-ctx.Done():
 			s.mu.Lock()
 			defer s.mu.Unlock()
-			require.FailNow(s.t, missing, "outcomes %v", s.outcomes)
+			require.FailNow(s.t, missing, "stock %v, ledger %v", s.first("stock"), s.first("ledger"))
 		}
 	}
 }
