@@ -8,6 +8,7 @@
 //	WithRetry        runs the rest again, with backoff, after an error
 //	Deduplicate      one SQL transaction with the claim of the message's key
 //	RejectStale      ignores events older than what their entity has seen
+//	Sequence         or: processes an entity's events one by one, without a gap
 //	Partition        gives produced messages their partition key
 //
 // Every link may be left out; the order is checked, since another one loses or

@@ -60,6 +60,7 @@ type VersionsOption interface{ apply(*versionsConfig) }
 type versionsConfig struct {
 	dialect Dialect
 	table   string
+	sequenceTables
 }
 
 type versionsOptionFunc func(*versionsConfig)
@@ -73,11 +74,11 @@ func WithVersionsTable(name string) VersionsOption {
 }
 
 func newVersionsConfig(dialect Dialect, opts []VersionsOption) (*versionsConfig, error) {
-	cfg := &versionsConfig{dialect: dialect, table: DefaultVersionsTable}
+	cfg := &versionsConfig{dialect: dialect, table: DefaultVersionsTable, sequenceTables: defaultSequenceTables}
 	for _, opt := range opts {
 		opt.apply(cfg)
 	}
-	if err := errors.Join(dialect.Validate(), sqldb.CheckTable("WithVersionsTable", cfg.table)); err != nil {
+	if err := errors.Join(dialect.Validate(), sqldb.CheckTable("WithVersionsTable", cfg.table), cfg.sequenceTables.validate()); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, err)
 	}
 	return cfg, nil
@@ -102,7 +103,11 @@ func (c *versionsConfig) schema() string {
 	if err != nil {
 		panic(err) // each dialect that is valid has its file
 	}
-	return strings.ReplaceAll(string(text), "{versions}", c.dialect.Quote(c.table))
+	return strings.NewReplacer(
+		"{versions}", c.dialect.Quote(c.table),
+		"{sequences}", c.dialect.Quote(c.sequences),
+		"{parked}", c.dialect.Quote(c.parked),
+	).Replace(string(text))
 }
 
 // Migrate creates the tables of this package where they are missing. It can be
