@@ -30,24 +30,28 @@ const (
 	rankPoisonQueue
 	rankRetry
 	rankDeduplicate
+	rankRejectReplayed
 	rankRejectStale
+	rankStamp
 	rankPartition
 )
 
 // reasons say why a link must come before the one with its rank.
 var reasons = map[int]string{
-	rankPoisonQueue: "an observer outside sees what was parked",
-	rankRetry:       "a poison queue inside the retry would leave nothing to retry",
-	rankDeduplicate: "a retry or poison queue inside the transaction would commit a failed attempt",
-	rankRejectStale: "the version is written in the transaction that Deduplicate opens",
-	rankPartition:   "messages are stored with the partition key that Partition gives them",
+	rankPoisonQueue:    "an observer outside sees what was parked",
+	rankRetry:          "a poison queue inside the retry would leave nothing to retry",
+	rankDeduplicate:    "a retry or poison queue inside the transaction would commit a failed attempt",
+	rankRejectReplayed: "an old copy of a message is a duplicate, not a stale event, and its number is written in the transaction that Deduplicate opens",
+	rankRejectStale:    "the version is written in the transaction that Deduplicate opens",
+	rankStamp:          "a message is numbered with the partition key that Partition gives it",
+	rankPartition:      "messages are stored with the partition key that Partition gives them",
 }
 
 // Chain returns the middlewares of links for Router.AddMiddleware or
 // Handler.AddMiddleware. Give it the links in the order in which messages pass
 // them, outermost first: WithObserver, WithPoisonQueue, WithRetry, Deduplicate,
-// RejectStale, Partition. Each can be left out, except that RejectStale needs
-// Deduplicate.
+// RejectReplayed, RejectStale, Stamp, Partition. Each can be left out, except that
+// RejectReplayed and RejectStale need Deduplicate.
 //
 // The result also turns a panic of the handler into a [PanicError], gives the
 // message's context back as it came, returns a message to the broker (nack) when
@@ -84,6 +88,9 @@ func Chain(links ...Link) ([]message.HandlerMiddleware, error) {
 	}
 	if ranks[rankRejectStale] && !ranks[rankDeduplicate] {
 		errs = append(errs, fmt.Errorf("Chain: RejectStale without Deduplicate: %s", reasons[rankRejectStale]))
+	}
+	if ranks[rankRejectReplayed] && !ranks[rankDeduplicate] {
+		errs = append(errs, fmt.Errorf("Chain: RejectReplayed without Deduplicate: %s", reasons[rankRejectReplayed]))
 	}
 	if len(errs) > 0 {
 		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, errors.Join(errs...))

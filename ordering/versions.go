@@ -60,6 +60,7 @@ type VersionsOption interface{ apply(*versionsConfig) }
 type versionsConfig struct {
 	dialect Dialect
 	table   string
+	producerTables
 }
 
 type versionsOptionFunc func(*versionsConfig)
@@ -73,15 +74,17 @@ func WithVersionsTable(name string) VersionsOption {
 }
 
 func newVersionsConfig(dialect Dialect, opts []VersionsOption) (*versionsConfig, error) {
-	cfg := &versionsConfig{dialect: dialect, table: DefaultVersionsTable}
+	cfg := &versionsConfig{dialect: dialect, table: DefaultVersionsTable, producerTables: defaultProducerTables}
 	for _, opt := range opts {
 		opt.apply(cfg)
 	}
-	if err := errors.Join(dialect.Validate(), sqldb.CheckTable("WithVersionsTable", cfg.table)); err != nil {
+	if err := errors.Join(dialect.Validate(), sqldb.CheckTable("WithVersionsTable", cfg.table), cfg.producerTables.validate()); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, err)
 	}
 	return cfg, nil
 }
+
+const schemaHint = "create it with ordering.Migrate, or run the statements that ordering.Schema returns"
 
 //go:embed schema/*.sql
 var schemas embed.FS
@@ -102,7 +105,12 @@ func (c *versionsConfig) schema() string {
 	if err != nil {
 		panic(err) // each dialect that is valid has its file
 	}
-	return strings.ReplaceAll(string(text), "{versions}", c.dialect.Quote(c.table))
+	return strings.NewReplacer(
+		"{versions}", c.dialect.Quote(c.table),
+		"{producers}", c.dialect.Quote(c.producers),
+		"{streams}", c.dialect.Quote(c.streams),
+		"{partitioning}", c.dialect.Quote(c.partitioning),
+	).Replace(string(text))
 }
 
 // Migrate creates the tables of this package where they are missing. It can be
@@ -139,8 +147,7 @@ func NewVersions(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Versi
 	if err := sqldb.Ping(ctx, db); err != nil {
 		return nil, fmt.Errorf("ordering: %w", err)
 	}
-	const hint = "create it with ordering.Migrate, or run the statements that ordering.Schema returns"
-	if err := sqldb.CheckColumns(ctx, db, dialect, cfg.table, hint,
+	if err := sqldb.CheckColumns(ctx, db, dialect, cfg.table, schemaHint,
 		"consumer_name", "entity", "version", "fingerprint", "updated_at"); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrSchema, err)
 	}
