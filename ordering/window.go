@@ -71,12 +71,13 @@ func (w *window) shift(n uint64) {
 	}
 }
 
-func (w window) bytes() []byte {
+// columns are the values of epoch, highest and seen.
+func (w window) columns() []any {
 	b := make([]byte, 0, windowBytes)
 	for _, word := range w.seen {
 		b = binary.BigEndian.AppendUint64(b, word)
 	}
-	return b
+	return []any{int64(w.epoch), int64(w.highest), b} //nolint:gosec // MaxSequence at most
 }
 
 func parseWindow(epoch, highest int64, seen []byte) (window, error) {

@@ -198,9 +198,9 @@ func (id streamID) args(before ...any) []any {
 // ends no other transaction can record a message of this stream. It neither
 // commits nor rolls back.
 //
-// It takes one statement for a message that follows the last one that this
-// process has seen of the stream, and for the first one of a stream; otherwise
-// two or three.
+// It takes one statement as long as this process alone handles the stream, and
+// for the first message of one; up to three when another process has handled it
+// since, or a transaction was rolled back.
 //
 // It returns a [FencedError], a [ProducerGapError], or the database's error.
 func (w *Windows) ApplyTx(ctx context.Context, tx *sql.Tx, consumer string, stamp Stamp) (WindowResult, error) {
@@ -220,43 +220,50 @@ func (w *Windows) ApplyTx(ctx context.Context, tx *sql.Tx, consumer string, stam
 }
 
 func (w *Windows) apply(ctx context.Context, tx *sql.Tx, id streamID, stamp Stamp) (WindowResult, error) {
-	if before, ok := w.guesses.get(id); ok {
+	guess, known := w.guesses.get(id)
+	if known {
 		// What this process knows may be outdated, so it is only a guess: the
 		// statement changes the row if the guess is right. A guess never decides
 		// against a message.
-		after, result, err := w.decide(before, stamp)
-		if err == nil && after != before {
-			done, err := w.trySwap(ctx, tx, id, before, after)
+		after, result, err := w.decide(guess, stamp)
+		if err == nil && after != guess {
+			done, err := w.trySwap(ctx, tx, id, guess, after)
 			if done || err != nil {
 				return result, err
 			}
 		}
-	}
-	first := newWindow(stamp.Epoch, stamp.Sequence)
-	inserted, err := w.tryInsert(ctx, tx, id, first)
-	if inserted || err != nil {
+	} else if inserted, err := w.tryInsert(ctx, tx, id, stamp); inserted || err != nil {
 		return Accepted, err
 	}
-
-	var epoch, highest int64
-	var seen []byte
-	if err := tx.QueryRowContext(ctx, w.lock, id.args()...).Scan(&epoch, &highest, &seen); err != nil {
-		return 0, err
+	before, err := w.read(ctx, tx, id)
+	if errors.Is(err, sql.ErrNoRows) { // rolled back, or deleted, since it was known
+		if inserted, err := w.tryInsert(ctx, tx, id, stamp); inserted || err != nil {
+			return Accepted, err
+		}
+		before, err = w.read(ctx, tx, id)
 	}
-	before, err := parseWindow(epoch, highest, seen)
 	if err != nil {
 		return 0, err
 	}
 	after, result, err := w.decide(before, stamp)
 	if err == nil && after != before {
-		args := id.args(int64(after.epoch), int64(after.highest), after.bytes()) //nolint:gosec // MaxSequence at most
-		_, err = tx.ExecContext(ctx, w.set, args...)
+		_, err = tx.ExecContext(ctx, w.set, id.args(after.columns()...)...)
 	}
 	if err != nil {
 		return 0, err
 	}
 	w.guesses.set(id, after)
 	return result, nil
+}
+
+// read returns the row and locks it.
+func (w *Windows) read(ctx context.Context, tx *sql.Tx, id streamID) (window, error) {
+	var epoch, highest int64
+	var seen []byte
+	if err := tx.QueryRowContext(ctx, w.lock, id.args()...).Scan(&epoch, &highest, &seen); err != nil {
+		return window{}, err
+	}
+	return parseWindow(epoch, highest, seen)
 }
 
 // decide is the whole rule, for a stream that has a row.
@@ -283,9 +290,7 @@ func (w *Windows) decide(before window, stamp Stamp) (after window, result Windo
 }
 
 func (w *Windows) trySwap(ctx context.Context, tx *sql.Tx, id streamID, before, after window) (bool, error) {
-	args := id.args(int64(after.epoch), int64(after.highest), after.bytes())        //nolint:gosec // MaxSequence at most
-	args = append(args, int64(before.epoch), int64(before.highest), before.bytes()) //nolint:gosec // MaxSequence at most
-	result, err := w.swap.exec(ctx, tx, args...)
+	result, err := w.swap.exec(ctx, tx, append(id.args(after.columns()...), before.columns()...)...)
 	if err != nil {
 		return false, err
 	}
@@ -297,8 +302,9 @@ func (w *Windows) trySwap(ctx context.Context, tx *sql.Tx, id streamID, before, 
 	return true, nil
 }
 
-func (w *Windows) tryInsert(ctx context.Context, tx *sql.Tx, id streamID, first window) (bool, error) {
-	result, err := w.insert.exec(ctx, tx, append(id.args(), int64(first.epoch), int64(first.highest), first.bytes())...) //nolint:gosec // MaxSequence at most
+func (w *Windows) tryInsert(ctx context.Context, tx *sql.Tx, id streamID, stamp Stamp) (bool, error) {
+	first := newWindow(stamp.Epoch, stamp.Sequence)
+	result, err := w.insert.exec(ctx, tx, append(id.args(), first.columns()...)...)
 	if err != nil {
 		return false, err
 	}
