@@ -1,8 +1,9 @@
 // Package kafkashard runs Watermill on Kafka so that all messages of one entity
 // go through one partition, in order: an [ordering.Broker] on watermill-kafka.
 //
-// The partition of a key is the one that the Java client chooses (murmur2), so
-// that producers in other languages can share a topic; the producer is
+// The partition of a key is the one that the Java client chooses (murmur2), or
+// another client (Config.Partitioner), so that producers in other languages can
+// share a topic; the producer is
 // idempotent and waits for all in-sync replicas; a record that no message can
 // be made of is delivered as it is, instead of stopping the group.
 //

@@ -250,7 +250,7 @@ func TestWindowModel(t *testing.T) {
 		db := open(t, d)
 		processes := []*ordering.Windows{newWindows(t, db, d), newWindows(t, db, d)}
 		var stream atomic.Int64
-		steps := 30
+		steps := 15
 		if d.Dialect == deduplicator.SQLite {
 			steps = 120
 		}
