@@ -41,6 +41,9 @@ type Broker struct {
 	mu       sync.Mutex // guards declared
 	declared map[string]struct{}
 
+	transaction sync.Mutex // held by the one Publish that is in a transaction; guards fatal
+	fatal       error      // after which sarama's producer does nothing any more
+
 	sending   sync.RWMutex  // held by senders, and by who closes the producer
 	closed    chan struct{} // closed when nothing may be sent any more
 	closeOnce func() error

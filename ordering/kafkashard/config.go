@@ -43,6 +43,21 @@ type Config struct {
 	// must have the same: see [ordering.RecordPartitioning].
 	Partitioner ordering.Partitioner
 
+	// TransactionalID, if not empty, makes each Publish one Kafka transaction: all
+	// of its messages become visible, or none. Kafka keeps the id over restarts: a
+	// Broker that opens with it ends what another one left unfinished, and fences
+	// that one, whose publishes fail from then on with [ErrFenced]. So each process
+	// needs an id of its own.
+	//
+	// It does not cover what is read, nor the database: a Publish whose outcome is
+	// unknown may be stored twice when it is repeated. Publishes wait for each
+	// other and take three requests more. A process that dies in a Publish delays
+	// what others have written to the same partitions by up to
+	// Producer.Transaction.Timeout, one minute or a little more than
+	// PublishTimeout, or until its successor opens. After an error that the client
+	// calls fatal every further Publish returns it: open a new Broker.
+	TransactionalID string
+
 	// ReplicationFactor is used for topics that are created; 0 and -1 take the
 	// brokers' default.replication.factor (KIP-464).
 	ReplicationFactor int
@@ -133,6 +148,9 @@ func (c Config) saramaConfig() (*sarama.Config, error) {
 	config.Producer.Return.Errors = true
 	config.Producer.Partitioner = saramaPartitioner(c.Partitioner)
 
+	config.Producer.Transaction.ID = c.TransactionalID
+	config.Producer.Transaction.Timeout = max(time.Minute, c.PublishTimeout+c.DialTimeout)
+
 	config.Consumer.Return.Errors = true // watermill-kafka logs them
 	config.Consumer.Offsets.Initial = sarama.OffsetOldest
 	// An aborted Kafka transaction of another producer must have no effect.
@@ -144,7 +162,7 @@ func (c Config) saramaConfig() (*sarama.Config, error) {
 	if c.Partitioner.Validate() != nil {
 		return config, nil // validate has said so
 	}
-	return config, checkSarama(config, c.Partitioner)
+	return config, checkSarama(config, c)
 }
 
 // saramaPartitioner is nil for a partitioner that is not valid.
@@ -163,7 +181,7 @@ func saramaPartitioner(p ordering.Partitioner) sarama.PartitionerConstructor {
 }
 
 // checkSarama refuses what an override must not change.
-func checkSarama(c *sarama.Config, p ordering.Partitioner) error {
+func checkSarama(c *sarama.Config, cfg Config) error {
 	var problems []error
 	for _, rule := range []struct {
 		ok       bool
@@ -179,7 +197,9 @@ func checkSarama(c *sarama.Config, p ordering.Partitioner) error {
 		{c.Producer.Retry.Max >= 1, "Producer.Retry.Max", c.Producer.Retry.Max, "1 or more"},
 		{c.Producer.Return.Successes, "Producer.Return.Successes", c.Producer.Return.Successes, "true"},
 		{c.Producer.Return.Errors, "Producer.Return.Errors", c.Producer.Return.Errors, "true"},
-		{placesLike(p, c.Producer.Partitioner), "Producer.Partitioner", "another hash", "what Config.Partitioner says (by default murmur2)"},
+		{c.Producer.Transaction.ID == cfg.TransactionalID, "Producer.Transaction.ID", strconv.Quote(c.Producer.Transaction.ID), "what Config.TransactionalID says"},
+		{c.Producer.Transaction.Timeout > cfg.PublishTimeout, "Producer.Transaction.Timeout", c.Producer.Transaction.Timeout, "longer than Config.PublishTimeout"},
+		{placesLike(cfg.Partitioner, c.Producer.Partitioner), "Producer.Partitioner", "another hash", "what Config.Partitioner says (by default murmur2)"},
 		{c.Consumer.Offsets.Initial == sarama.OffsetOldest, "Consumer.Offsets.Initial", c.Consumer.Offsets.Initial, "-2 (OffsetOldest)"},
 		// It revokes partitions without ending the session, and so without
 		// ending the contexts of running handlers.

@@ -80,6 +80,14 @@ func TestOpenRefusesConfig(t *testing.T) {
 			},
 			[]string{"Producer.Partitioner to another hash", "Config.Partitioner"},
 		},
+		"transactional id": {
+			override(func(c *sarama.Config) { c.Producer.Transaction.ID = "x" }),
+			[]string{`Producer.Transaction.ID to "x"`, "Config.TransactionalID"},
+		},
+		"transaction timeout": {
+			override(func(c *sarama.Config) { c.Producer.Transaction.Timeout = time.Second }),
+			[]string{"Producer.Transaction.Timeout to 1s", "Config.PublishTimeout"},
+		},
 		"no partitioner": {
 			override(func(c *sarama.Config) { c.Producer.Partitioner = nil }),
 			[]string{"Producer.Partitioner", "murmur2"},
