@@ -239,7 +239,8 @@ func TestTwoClones(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			db := open(t, testdb.SQLite)
-			broker, topic := connect(t, "group"), "orders-"+watermill.NewShortUUID()
+			topic := "orders-" + watermill.NewShortUUID()
+			broker := connect(t, topic, "group")
 			require.NoError(t, broker.Declare(t.Context(), topic))
 			c := consume(t, db, broker.Subscriber(), topic, "c", byEventID(), middleware.RejectReplayed(newWindows(t, db, testdb.SQLite)))
 

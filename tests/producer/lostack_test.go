@@ -2,6 +2,7 @@ package producer_test
 
 import (
 	"context"
+	"fmt"
 	"net"
 	"net/url"
 	"strings"
@@ -11,6 +12,7 @@ import (
 	"github.com/IBM/sarama"
 	"github.com/Shopify/toxiproxy/v2"
 	"github.com/ThreeDotsLabs/watermill"
+	amqp "github.com/rabbitmq/amqp091-go"
 	"github.com/rs/zerolog"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kfake"
@@ -25,11 +27,12 @@ import (
 )
 
 // brokers open one on RabbitMQ or Kafka that ends with the test.
-var brokers = map[string]func(t *testing.T, group string) ordering.Broker{
-	"amqp": func(t *testing.T, group string) ordering.Broker {
+var brokers = map[string]func(t *testing.T, topic, group string) ordering.Broker{
+	"amqp": func(t *testing.T, topic, group string) ordering.Broker {
+		deleteTopic(t, topic, group)
 		return openAMQP(t, amqpshard.Config{URL: services.Value(t, services.AMQP), Group: group})
 	},
-	"kfake": func(t *testing.T, group string) ordering.Broker {
+	"kfake": func(t *testing.T, _, group string) ordering.Broker {
 		cluster, err := kfake.NewCluster(kfake.NumBrokers(1))
 		require.NoError(t, err)
 		t.Cleanup(cluster.Close)
@@ -37,9 +40,34 @@ var brokers = map[string]func(t *testing.T, group string) ordering.Broker{
 	},
 }
 
+const shards = 2
+
+// deleteTopic deletes what a topic has on RabbitMQ when the brokers that are
+// opened after it are closed.
+func deleteTopic(t *testing.T, topic string, groups ...string) {
+	t.Helper()
+	t.Cleanup(func() {
+		conn, err := amqp.Dial(services.Value(t, services.AMQP))
+		require.NoError(t, err)
+		defer conn.Close()
+		ch, err := conn.Channel()
+		require.NoError(t, err)
+		for _, group := range groups {
+			for i := range shards {
+				_, err := ch.QueueDelete(fmt.Sprintf("%s.%s.%03d", topic, group, i), false, false, false)
+				require.NoError(t, err)
+			}
+			_, err := ch.QueueDelete(topic+"."+group+".dead", false, false, false)
+			require.NoError(t, err)
+			require.NoError(t, ch.ExchangeDelete(topic+"."+group, false, false))
+		}
+		require.NoError(t, ch.ExchangeDelete(topic, false, false))
+	})
+}
+
 func openAMQP(t *testing.T, cfg amqpshard.Config) ordering.Broker {
 	t.Helper()
-	cfg.Shards = 2
+	cfg.Shards = shards
 	broker, err := amqpshard.Open(t.Context(), cfg, nil)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, broker.Close()) })
@@ -48,7 +76,7 @@ func openAMQP(t *testing.T, cfg amqpshard.Config) ordering.Broker {
 
 func openKafka(t *testing.T, cfg kafkashard.Config) ordering.Broker {
 	t.Helper()
-	cfg.Shards = 2
+	cfg.Shards = shards
 	broker, err := kafkashard.Open(t.Context(), cfg, nil)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, broker.Close()) })
@@ -90,6 +118,7 @@ func TestLostConfirmOnRabbitMQ(t *testing.T) {
 	t.Parallel()
 	address := services.Value(t, services.AMQP)
 	db, topic := open(t, testdb.SQLite), "orders-"+watermill.NewShortUUID()
+	deleteTopic(t, topic, "protected", "bare")
 	protected := openAMQP(t, amqpshard.Config{URL: address, Group: "protected"})
 	bare := openAMQP(t, amqpshard.Config{URL: address, Group: "bare"})
 	require.NoError(t, protected.Declare(t.Context(), topic))
