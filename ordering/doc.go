@@ -5,4 +5,12 @@
 // kafkashard) alike. [Versions] refuses an event that is older than what its
 // entity has already seen, in the handler's own SQL transaction, whatever the
 // broker did to the order.
+//
+// A [Producer] numbers what it publishes, under a name and an epoch that outlive
+// the process, and [Windows] remembers in the handler's transaction which numbers
+// were seen: Kafka's idempotent producer, for brokers that have none and beyond
+// one producer session.
+//
+// Keys are placed on shards by a [Partitioner], which [RecordPartitioning] keeps
+// from changing unnoticed.
 package ordering
