@@ -139,3 +139,9 @@ func (r *recorder) Publish(_ string, messages ...*message.Message) error {
 }
 
 func (r *recorder) Close() error { return nil }
+
+func (r *recorder) count() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return len(r.sent)
+}
