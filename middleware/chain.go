@@ -31,25 +31,30 @@ const (
 	rankPoisonQueue
 	rankRetry
 	rankDeduplicate
+	rankRejectReplayed
 	rankRejectStale
-	rankSequence  = rankRejectStale // one excludes the other
-	rankPartition = rankSequence + 1
+	rankStamp
+	rankPartition
+
+	rankSequence = rankRejectStale // one excludes the other
 )
 
 // reasons say why a link must come before the one with its rank.
 var reasons = map[int]string{
-	rankPoisonQueue: "an observer outside sees what was parked",
-	rankRetry:       "a poison queue inside the retry would leave nothing to retry",
-	rankDeduplicate: "a retry or poison queue inside the transaction would commit a failed attempt",
-	rankRejectStale: "the entity's version or sequence is written in the transaction that Deduplicate opens",
-	rankPartition:   "messages are stored with the partition key that Partition gives them",
+	rankPoisonQueue:    "an observer outside sees what was parked",
+	rankRetry:          "a poison queue inside the retry would leave nothing to retry",
+	rankDeduplicate:    "a retry or poison queue inside the transaction would commit a failed attempt",
+	rankRejectReplayed: "an old copy of a message is a duplicate, not a stale event, and its number is written in the transaction that Deduplicate opens",
+	rankRejectStale:    "the entity's version or sequence is written in the transaction that Deduplicate opens",
+	rankStamp:          "a message is numbered with the partition key that Partition gives it",
+	rankPartition:      "messages are stored with the partition key that Partition gives them",
 }
 
 // Chain returns the middlewares of links for Router.AddMiddleware or
 // Handler.AddMiddleware. Give it the links in the order in which messages pass
 // them, outermost first: WithObserver, WithPoisonQueue, WithRetry, Deduplicate,
-// RejectStale or Sequence, Partition. Each can be left out, except that
-// RejectStale and Sequence need Deduplicate.
+// RejectReplayed, RejectStale or Sequence, Stamp, Partition. Each can be left out,
+// except that RejectReplayed, RejectStale and Sequence need Deduplicate.
 //
 // The result also turns a panic of the handler into a [PanicError], gives the
 // message's context back as it came, returns a message to the broker (nack) when
@@ -91,6 +96,9 @@ func Chain(links ...Link) ([]message.HandlerMiddleware, error) {
 	}
 	if name := ranks[rankRejectStale]; name != "" && ranks[rankDeduplicate] == "" {
 		errs = append(errs, fmt.Errorf("Chain: %s without Deduplicate: %s", name, reasons[rankRejectStale]))
+	}
+	if ranks[rankRejectReplayed] != "" && ranks[rankDeduplicate] == "" {
+		errs = append(errs, fmt.Errorf("Chain: RejectReplayed without Deduplicate: %s", reasons[rankRejectReplayed]))
 	}
 	if len(errs) > 0 {
 		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, errors.Join(errs...))

@@ -20,12 +20,14 @@ func TestChainRefuses(t *testing.T) {
 		deduplicate = middleware.Deduplicate(store, byEventID())
 		stale       = middleware.RejectStale(&ordering.Versions{}, version)
 		partition   = middleware.Partition(ordering.KeyFromMetadata("id"))
+		replayed    = middleware.RejectReplayed(&ordering.Windows{})
+		stamp       = middleware.Stamp(&ordering.Producer{})
 	)
 	for name, tt := range map[string]struct {
 		links []middleware.Link
 		want  []string // parts of the error; none means accepted
 	}{
-		"all in order":        {links: []middleware.Link{observer, poison, retry, deduplicate, stale, partition}},
+		"all in order":        {links: []middleware.Link{observer, poison, retry, deduplicate, replayed, stale, stamp, partition}},
 		"some":                {links: []middleware.Link{retry, deduplicate}},
 		"partition alone":     {links: []middleware.Link{partition}},
 		"nothing":             {want: []string{"no links"}},
@@ -35,6 +37,10 @@ func TestChainRefuses(t *testing.T) {
 		"B06 poison in tx":    {links: []middleware.Link{deduplicate, poison}, want: []string{"WithPoisonQueue must come before Deduplicate"}},
 		"stale outside":       {links: []middleware.Link{stale, deduplicate}, want: []string{"Deduplicate must come before RejectStale"}},
 		"stale alone":         {links: []middleware.Link{stale}, want: []string{"RejectStale without Deduplicate"}},
+		"replayed alone":      {links: []middleware.Link{replayed}, want: []string{"RejectReplayed without Deduplicate", "in the transaction"}},
+		"replayed inside":     {links: []middleware.Link{deduplicate, stale, replayed}, want: []string{"RejectReplayed must come before RejectStale"}},
+		"stamp inside":        {links: []middleware.Link{deduplicate, partition, stamp}, want: []string{"Stamp must come before Partition", "partition key"}},
+		"no windows":          {links: []middleware.Link{deduplicate, middleware.RejectReplayed(nil), middleware.Stamp(nil)}, want: []string{"windows is nil", "producer is nil"}},
 		"twice":               {links: []middleware.Link{retry, retry}, want: []string{"WithRetry is there twice"}},
 		"no store, no key":    {links: []middleware.Link{middleware.Deduplicate(nil)}, want: []string{"store is nil", "WithKey"}},
 		"empty consumer":      {links: []middleware.Link{middleware.Deduplicate(store, byEventID(), middleware.WithConsumer(""))}, want: []string{"WithConsumer"}},

@@ -7,8 +7,10 @@
 //	WithPoisonQueue  parks messages that can't be processed
 //	WithRetry        runs the rest again, with backoff, after an error
 //	Deduplicate      one SQL transaction with the claim of the message's key
+//	RejectReplayed   refuses copies and replaced producers by the producers' numbers
 //	RejectStale      ignores events older than what their entity has seen
 //	Sequence         or: processes an entity's events one by one, without a gap
+//	Stamp            gives produced messages their numbers
 //	Partition        gives produced messages their partition key
 //
 // Every link may be left out; the order is checked, since another one loses or

@@ -29,7 +29,8 @@ func (e *permanentError) Unwrap() error { return e.err }
 
 // IsPermanent reports whether err goes to the poison queue without a retry: it
 // was marked with [Permanent], or it is about a message that has no key, no
-// version, no partition key, or the key or version of another one.
+// version, no partition key, a part of a producer's number, or the key or version
+// of another one, or comes from a producer that was replaced.
 func IsPermanent(err error) bool {
 	var marked *permanentError
 	if errors.As(err, &marked) {
@@ -38,6 +39,7 @@ func IsPermanent(err error) bool {
 	for _, target := range []error{
 		deduplicator.ErrNoKey, deduplicator.ErrInvalidClaim, deduplicator.ErrConflict,
 		ordering.ErrInvalidVersion, ordering.ErrVersionConflict, ordering.ErrInvalidKey,
+		ordering.ErrFenced, ordering.ErrInvalidStamp,
 	} {
 		if errors.Is(err, target) {
 			return true
@@ -47,11 +49,12 @@ func IsPermanent(err error) bool {
 }
 
 // blameless reports whether err says nothing about the message: parking it would
-// empty the broker into the poison queue while the database is down.
+// empty the broker into the poison queue while the database is down, or while a
+// process that was replaced goes on.
 func blameless(err error) bool {
 	for _, target := range []error{
 		deduplicator.ErrInFlight, deduplicator.ErrUnavailable, deduplicator.ErrOutcomeUnknown,
-		ErrNoConsumer,
+		ErrNoConsumer, ordering.ErrReplaced,
 	} {
 		if errors.Is(err, target) {
 			return true

@@ -18,7 +18,7 @@ type Outcome string
 
 // The outcomes. Every delivery has exactly one; Retried comes in addition, once
 // for each attempt that failed and was followed by another one, and so do
-// Released, GapSkipped, EntityBlocked and EntityReset.
+// ProducerGap, Released, GapSkipped, EntityBlocked and EntityReset.
 const (
 	// Processed: the handler returned nil and its transaction is committed.
 	Processed Outcome = "processed"
@@ -30,6 +30,13 @@ const (
 	// Conflict: the key or version was seen with other content. The message was
 	// parked; without a poison queue, returned to the broker.
 	Conflict Outcome = "conflict"
+	// Fenced: the message's producer was replaced by one with a later epoch (see
+	// RejectReplayed). The message was parked; without a poison queue, returned to
+	// the broker.
+	Fenced Outcome = "fenced"
+	// ProducerGap: the message was processed although earlier ones of its producer
+	// are missing (see RejectReplayed).
+	ProducerGap Outcome = "producer_gap"
 	// Parked: the message is in the poison queue, and acknowledged.
 	Parked Outcome = "parked"
 	// InFlight: another delivery of the message held its key for too long. The
@@ -65,7 +72,7 @@ type Event struct {
 	MessageUUID string
 	Duration    time.Duration // since the message entered the chain; for Retried, of the attempt
 	Attempt     int           // 1 for the first
-	Err         error         // why: nil for Processed, Duplicate, Stale, Deferred and Released
+	Err         error         // why: nil for Processed, Duplicate, Stale, ProducerGap, Deferred and Released
 }
 
 // Observer is called for each [Event], by the goroutine of the delivery, which
@@ -99,9 +106,11 @@ func LogObserver(logger *slog.Logger) Observer {
 		Retried:   slog.LevelWarn,
 		InFlight:  slog.LevelWarn,
 		Conflict:  slog.LevelError,
+		Fenced:    slog.LevelError,
 		Parked:    slog.LevelError,
 		Failed:    slog.LevelError,
 
+		ProducerGap:   slog.LevelWarn,
 		Deferred:      slog.LevelInfo,
 		Released:      slog.LevelDebug,
 		GapSkipped:    slog.LevelWarn,
@@ -139,6 +148,7 @@ type delivery struct {
 	outcome   Outcome // of an attempt without an error
 	attempt   int
 	parked    error // why the message is in the poison queue
+	ahead     bool  // earlier messages of the producer are missing
 
 	sequenced sequenced
 }
@@ -183,6 +193,8 @@ func (d *delivery) result(err error) (Outcome, error) {
 	switch {
 	case errors.Is(cause, deduplicator.ErrConflict), errors.Is(cause, ordering.ErrVersionConflict), errors.Is(cause, ordering.ErrSequenceConflict):
 		return Conflict, cause
+	case errors.Is(cause, ordering.ErrFenced):
+		return Fenced, cause
 	case d.parked != nil:
 		return Parked, cause
 	case errors.Is(err, deduplicator.ErrInFlight):
@@ -216,6 +228,9 @@ func guard(observers []Observer) message.HandlerMiddleware {
 				for _, event := range d.sequenced.events {
 					d.notify(ctx, event)
 				}
+			}
+			if outcome == Processed && d.ahead {
+				d.report(msg, ProducerGap, started, nil)
 			}
 			if err != nil {
 				pause(ctx, nackPause/2+rand.N(nackPause)) //nolint:gosec // jitter is no secret

@@ -7,4 +7,12 @@
 // broker did to the order. [Sequence] is stricter: an event that comes before its
 // predecessor is parked in the database, and released when the predecessor has
 // been processed.
+//
+// A [Producer] numbers what it publishes, under a name and an epoch that outlive
+// the process, and [Windows] remembers in the handler's transaction which numbers
+// were seen: Kafka's idempotent producer, for brokers that have none and beyond
+// one producer session.
+//
+// Keys are placed on shards by a [Partitioner], which [RecordPartitioning] keeps
+// from changing unnoticed.
 package ordering

@@ -54,6 +54,20 @@ var (
 	// ErrPermanent is wrapped by what a handler of released messages returns when
 	// another attempt can't help: the entity is blocked at once.
 	ErrPermanent = errors.New("ordering: permanent failure")
+
+	// ErrReplaced is what a [Producer] returns when another one has taken a later
+	// epoch of its name. Nothing was sent or numbered: this process is to stop
+	// publishing.
+	ErrReplaced = errors.New("ordering: producer was replaced by a later epoch of its name")
+
+	// ErrFenced is matched by every [FencedError].
+	ErrFenced = errors.New("ordering: producer is fenced by a later epoch")
+
+	// ErrProducerGap is matched by every [ProducerGapError].
+	ErrProducerGap = errors.New("ordering: earlier messages of the producer are missing")
+
+	// ErrPartitioning is matched by every [PartitioningError].
+	ErrPartitioning = errors.New("ordering: partitioning of the topic differs")
 )
 
 // VersionConflictError reports an event with the version that its entity has, but

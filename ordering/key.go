@@ -3,6 +3,8 @@ package ordering
 import (
 	"errors"
 	"fmt"
+	"strconv"
+	"strings"
 	"unicode/utf8"
 
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -99,4 +101,38 @@ func StampKey(topic string, msg *message.Message, key KeyFunc) error {
 	}
 	msg.Metadata.Set(PartitionKeyMetadata, value)
 	return nil
+}
+
+// EntityInt64 is the partition key of an entity with a numeric id: decimal.
+func EntityInt64(id int64) string { return strconv.FormatInt(id, 10) }
+
+// EntityUUID is the partition key of an entity with a UUID as its id: the
+// canonical form, 36 characters in lower case, whatever case text has. It returns
+// [ErrInvalidKey] for text that is not 8-4-4-4-12 hexadecimal digits.
+func EntityUUID(text string) (string, error) {
+	valid := len(text) == 36
+	for i := 0; valid && i < len(text); i++ {
+		switch c := text[i]; i {
+		case 8, 13, 18, 23:
+			valid = c == '-'
+		default:
+			valid = '0' <= c && c <= '9' || 'a' <= c|0x20 && c|0x20 <= 'f'
+		}
+	}
+	if !valid {
+		return "", fmt.Errorf("%w: not a UUID of 36 characters", ErrInvalidKey)
+	}
+	return strings.ToLower(text), nil
+}
+
+// EntityParts is the partition key of an entity that several parts identify, each
+// with its length in bytes before it, so that "a", "bc" and "ab", "c" differ.
+func EntityParts(parts ...string) string {
+	var b strings.Builder
+	for _, part := range parts {
+		b.WriteString(strconv.Itoa(len(part)))
+		b.WriteByte(':')
+		b.WriteString(part)
+	}
+	return b.String()
 }

@@ -312,11 +312,10 @@ func NewSequence(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Seque
 	if err := sqldb.Ping(ctx, db); err != nil {
 		return nil, fmt.Errorf("ordering: %w", err)
 	}
-	const hint = "create it with ordering.Migrate, or run the statements that ordering.Schema returns"
 	if err := errors.Join(
-		sqldb.CheckColumns(ctx, db, dialect, cfg.sequences, hint,
+		sqldb.CheckColumns(ctx, db, dialect, cfg.sequences, schemaHint,
 			"consumer_name", "entity", "epoch", "last_seq", "fingerprint", "state", "blocked_reason", "parked", "updated_at"),
-		sqldb.CheckColumns(ctx, db, dialect, cfg.parked, hint,
+		sqldb.CheckColumns(ctx, db, dialect, cfg.parked, schemaHint,
 			"consumer_name", "entity", "epoch", "seq", "uuid", "metadata", "payload", "fingerprint", "reason", "error", "attempts", "parked_at"),
 	); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrSchema, err)

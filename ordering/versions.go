@@ -61,6 +61,7 @@ type versionsConfig struct {
 	dialect Dialect
 	table   string
 	sequenceTables
+	producerTables
 }
 
 type versionsOptionFunc func(*versionsConfig)
@@ -74,15 +75,18 @@ func WithVersionsTable(name string) VersionsOption {
 }
 
 func newVersionsConfig(dialect Dialect, opts []VersionsOption) (*versionsConfig, error) {
-	cfg := &versionsConfig{dialect: dialect, table: DefaultVersionsTable, sequenceTables: defaultSequenceTables}
+	cfg := &versionsConfig{dialect: dialect, table: DefaultVersionsTable, sequenceTables: defaultSequenceTables, producerTables: defaultProducerTables}
 	for _, opt := range opts {
 		opt.apply(cfg)
 	}
-	if err := errors.Join(dialect.Validate(), sqldb.CheckTable("WithVersionsTable", cfg.table), cfg.sequenceTables.validate()); err != nil {
+	if err := errors.Join(dialect.Validate(), sqldb.CheckTable("WithVersionsTable", cfg.table),
+		cfg.sequenceTables.validate(), cfg.producerTables.validate()); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, err)
 	}
 	return cfg, nil
 }
+
+const schemaHint = "create it with ordering.Migrate, or run the statements that ordering.Schema returns"
 
 //go:embed schema/*.sql
 var schemas embed.FS
@@ -107,6 +111,9 @@ func (c *versionsConfig) schema() string {
 		"{versions}", c.dialect.Quote(c.table),
 		"{sequences}", c.dialect.Quote(c.sequences),
 		"{parked}", c.dialect.Quote(c.parked),
+		"{producers}", c.dialect.Quote(c.producers),
+		"{streams}", c.dialect.Quote(c.streams),
+		"{partitioning}", c.dialect.Quote(c.partitioning),
 	).Replace(string(text))
 }
 
@@ -144,8 +151,7 @@ func NewVersions(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Versi
 	if err := sqldb.Ping(ctx, db); err != nil {
 		return nil, fmt.Errorf("ordering: %w", err)
 	}
-	const hint = "create it with ordering.Migrate, or run the statements that ordering.Schema returns"
-	if err := sqldb.CheckColumns(ctx, db, dialect, cfg.table, hint,
+	if err := sqldb.CheckColumns(ctx, db, dialect, cfg.table, schemaHint,
 		"consumer_name", "entity", "version", "fingerprint", "updated_at"); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrSchema, err)
 	}

@@ -1,8 +1,9 @@
 // Package kafkashard runs Watermill on Kafka so that all messages of one entity
 // go through one partition, in order: an [ordering.Broker] on watermill-kafka.
 //
-// The partition of a key is the one that the Java client chooses (murmur2), so
-// that producers in other languages can share a topic; the producer is
+// The partition of a key is the one that the Java client chooses (murmur2), or
+// another client (Config.Partitioner), so that producers in other languages can
+// share a topic; the producer is
 // idempotent and waits for all in-sync replicas; a record that no message can
 // be made of is delivered as it is, instead of stopping the group.
 //
@@ -39,6 +40,9 @@ type Broker struct {
 
 	mu       sync.Mutex // guards declared
 	declared map[string]struct{}
+
+	transaction sync.Mutex // held by the one Publish that is in a transaction; guards fatal
+	fatal       error      // after which sarama's producer does nothing any more
 
 	sending   sync.RWMutex  // held by senders, and by who closes the producer
 	closed    chan struct{} // closed when nothing may be sent any more

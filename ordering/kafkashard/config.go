@@ -37,6 +37,27 @@ type Config struct {
 	// would move keys to other partitions.
 	Shards int
 
+	// Partitioner places keys on partitions; the zero value is
+	// [ordering.Murmur2Partitioner], as in the Java client. The others are for
+	// topics that clients with another default write to. All producers of a topic
+	// must have the same: see [ordering.RecordPartitioning].
+	Partitioner ordering.Partitioner
+
+	// TransactionalID, if not empty, makes each Publish one Kafka transaction: all
+	// of its messages become visible, or none. Kafka keeps the id over restarts: a
+	// Broker that opens with it ends what another one left unfinished, and fences
+	// that one, whose publishes fail from then on with [ErrFenced]. So each process
+	// needs an id of its own.
+	//
+	// It does not cover what is read, nor the database: a Publish whose outcome is
+	// unknown may be stored twice when it is repeated. Publishes wait for each
+	// other and take three requests more. A process that dies in a Publish delays
+	// what others have written to the same partitions by up to
+	// Producer.Transaction.Timeout, one minute or a little more than
+	// PublishTimeout, or until its successor opens. After an error that the client
+	// calls fatal every further Publish returns it: open a new Broker.
+	TransactionalID string
+
 	// ReplicationFactor is used for topics that are created; 0 and -1 take the
 	// brokers' default.replication.factor (KIP-464).
 	ReplicationFactor int
@@ -93,6 +114,8 @@ func (c Config) validate() error {
 	}
 	require(c.Group != "", "Group", "empty", "a consumer group")
 	require(c.Shards >= 0 && c.Shards <= math.MaxInt32, "Shards", c.Shards, "1 or more, or 0 for the default")
+	require(c.Partitioner.Validate() == nil, "Partitioner", strconv.Quote(string(c.Partitioner)), fmt.Sprintf("%s, %s, %s or %s",
+		ordering.Murmur2Partitioner, ordering.CRC32Partitioner, ordering.FNV1aPartitioner, ordering.FNV1aReferencePartitioner))
 	require(c.ReplicationFactor >= -1 && c.ReplicationFactor <= math.MaxInt16, "ReplicationFactor", c.ReplicationFactor,
 		fmt.Sprintf("1 to %d, or -1 or 0 for the brokers' default", math.MaxInt16))
 	for _, d := range []struct {
@@ -123,7 +146,10 @@ func (c Config) saramaConfig() (*sarama.Config, error) {
 	config.Producer.Retry.BackoffFunc = sarama.NewExponentialBackoff(100*time.Millisecond, time.Second)
 	config.Producer.Return.Successes = true
 	config.Producer.Return.Errors = true
-	config.Producer.Partitioner = sarama.NewMurmur2Partitioner
+	config.Producer.Partitioner = saramaPartitioner(c.Partitioner)
+
+	config.Producer.Transaction.ID = c.TransactionalID
+	config.Producer.Transaction.Timeout = max(time.Minute, c.PublishTimeout+c.DialTimeout)
 
 	config.Consumer.Return.Errors = true // watermill-kafka logs them
 	config.Consumer.Offsets.Initial = sarama.OffsetOldest
@@ -133,11 +159,29 @@ func (c Config) saramaConfig() (*sarama.Config, error) {
 	if c.Sarama != nil {
 		c.Sarama(config)
 	}
-	return config, checkSarama(config)
+	if c.Partitioner.Validate() != nil {
+		return config, nil // validate has said so
+	}
+	return config, checkSarama(config, c)
+}
+
+// saramaPartitioner is nil for a partitioner that is not valid.
+func saramaPartitioner(p ordering.Partitioner) sarama.PartitionerConstructor {
+	switch p {
+	case "", ordering.Murmur2Partitioner:
+		return sarama.NewMurmur2Partitioner
+	case ordering.CRC32Partitioner:
+		return sarama.NewConsistentCRCHashPartitioner
+	case ordering.FNV1aPartitioner:
+		return sarama.NewHashPartitioner
+	case ordering.FNV1aReferencePartitioner:
+		return sarama.NewReferenceHashPartitioner
+	}
+	return nil
 }
 
 // checkSarama refuses what an override must not change.
-func checkSarama(c *sarama.Config) error {
+func checkSarama(c *sarama.Config, cfg Config) error {
 	var problems []error
 	for _, rule := range []struct {
 		ok       bool
@@ -153,7 +197,9 @@ func checkSarama(c *sarama.Config) error {
 		{c.Producer.Retry.Max >= 1, "Producer.Retry.Max", c.Producer.Retry.Max, "1 or more"},
 		{c.Producer.Return.Successes, "Producer.Return.Successes", c.Producer.Return.Successes, "true"},
 		{c.Producer.Return.Errors, "Producer.Return.Errors", c.Producer.Return.Errors, "true"},
-		{placesLikeShard(c.Producer.Partitioner), "Producer.Partitioner", "another hash", "murmur2 (sarama.NewMurmur2Partitioner)"},
+		{c.Producer.Transaction.ID == cfg.TransactionalID, "Producer.Transaction.ID", strconv.Quote(c.Producer.Transaction.ID), "what Config.TransactionalID says"},
+		{c.Producer.Transaction.Timeout > cfg.PublishTimeout, "Producer.Transaction.Timeout", c.Producer.Transaction.Timeout, "longer than Config.PublishTimeout"},
+		{placesLike(cfg.Partitioner, c.Producer.Partitioner), "Producer.Partitioner", "another hash", "what Config.Partitioner says (by default murmur2)"},
 		{c.Consumer.Offsets.Initial == sarama.OffsetOldest, "Consumer.Offsets.Initial", c.Consumer.Offsets.Initial, "-2 (OffsetOldest)"},
 		// It revokes partitions without ending the session, and so without
 		// ending the contexts of running handlers.
@@ -171,9 +217,9 @@ func checkSarama(c *sarama.Config) error {
 	return errors.Join(problems...)
 }
 
-// placesLikeShard asks the partitioner itself, because functions can't be
+// placesLike asks the partitioner itself, because functions can't be
 // compared, and a wrapped one may be right.
-func placesLikeShard(constructor sarama.PartitionerConstructor) bool {
+func placesLike(p ordering.Partitioner, constructor sarama.PartitionerConstructor) bool {
 	if constructor == nil {
 		return false
 	}
@@ -182,7 +228,7 @@ func placesLikeShard(constructor sarama.PartitionerConstructor) bool {
 	for i := range 32 {
 		key := strconv.Itoa(i)
 		got, err := partitioner.Partition(&sarama.ProducerMessage{Key: sarama.StringEncoder(key)}, partitions)
-		if err != nil || int(got) != ordering.Shard(key, partitions) {
+		if err != nil || int(got) != p.Shard(key, partitions) {
 			return false
 		}
 	}

@@ -30,6 +30,7 @@ func TestOpenRefusesConfig(t *testing.T) {
 		"no host":          {func(c *kafkashard.Config) { c.Brokers = []string{":9092"} }, []string{`Brokers[0] is ":9092"`, "host:port"}},
 		"port not number":  {func(c *kafkashard.Config) { c.Brokers = []string{"a:kafka"} }, []string{`Brokers[0] is "a:kafka"`, "host:port"}},
 		"no group":         {func(c *kafkashard.Config) { c.Group = "" }, []string{"Group is empty"}},
+		"partitioner":      {func(c *kafkashard.Config) { c.Partitioner = "md5" }, []string{`Partitioner is "md5"`, "crc32"}},
 		"negative shards":  {func(c *kafkashard.Config) { c.Shards = -1 }, []string{"Shards is -1", "1 or more"}},
 		"replication":      {func(c *kafkashard.Config) { c.ReplicationFactor = -2 }, []string{"ReplicationFactor is -2", "32767"}},
 		"replication high": {func(c *kafkashard.Config) { c.ReplicationFactor = 1 << 15 }, []string{"ReplicationFactor is 32768", "32767"}},
@@ -71,6 +72,21 @@ func TestOpenRefusesConfig(t *testing.T) {
 		"fnv": {
 			override(func(c *sarama.Config) { c.Producer.Partitioner = sarama.NewHashPartitioner }),
 			[]string{"Producer.Partitioner to another hash", "murmur2"},
+		},
+		"not the chosen one": {
+			func(c *kafkashard.Config) {
+				c.Partitioner = ordering.FNV1aPartitioner
+				c.Sarama = func(c *sarama.Config) { c.Producer.Partitioner = sarama.NewMurmur2Partitioner }
+			},
+			[]string{"Producer.Partitioner to another hash", "Config.Partitioner"},
+		},
+		"transactional id": {
+			override(func(c *sarama.Config) { c.Producer.Transaction.ID = "x" }),
+			[]string{`Producer.Transaction.ID to "x"`, "Config.TransactionalID"},
+		},
+		"transaction timeout": {
+			override(func(c *sarama.Config) { c.Producer.Transaction.Timeout = time.Second }),
+			[]string{"Producer.Transaction.Timeout to 1s", "Config.PublishTimeout"},
 		},
 		"no partitioner": {
 			override(func(c *sarama.Config) { c.Producer.Partitioner = nil }),

@@ -21,6 +21,11 @@ var (
 	// ErrShardCount is matched by every [ShardCountError].
 	ErrShardCount = errors.New("kafkashard: partition count differs")
 
+	// ErrFenced says that another Broker has opened with this
+	// Config.TransactionalID. This Broker publishes nothing any more; the
+	// [PublishError] around it says what became of the messages.
+	ErrFenced = errors.New("kafkashard: fenced by another Broker with the same TransactionalID")
+
 	// ErrOutcomeUnknown is matched by a [PublishError] that has messages of
 	// which nobody can tell whether Kafka stored them. Publishing them again
 	// with the same UUIDs is safe where consumers deduplicate.

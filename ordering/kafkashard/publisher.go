@@ -40,6 +40,9 @@ func (p publisher) Publish(topic string, messages ...*message.Message) error {
 	if err := b.Declare(ctx, topic); err != nil {
 		return &PublishError{Topic: topic, Unsent: uuids(records), Err: err}
 	}
+	if b.cfg.TransactionalID != "" {
+		return b.publishTransaction(ctx, topic, records)
+	}
 	for len(records) > 0 {
 		batch := distinctKeys(records)
 		records = records[len(batch):]

@@ -35,3 +35,29 @@ CREATE TABLE IF NOT EXISTS {parked} (
     parked_at     datetime(6) NOT NULL,
     PRIMARY KEY (consumer_name, entity, epoch, seq)
 ) ENGINE = InnoDB;
+
+CREATE TABLE IF NOT EXISTS {producers} (
+    name       varbinary(255) NOT NULL,
+    epoch      bigint NOT NULL,
+    updated_at datetime(6) NOT NULL,
+    PRIMARY KEY (name)
+) ENGINE = InnoDB;
+
+CREATE TABLE IF NOT EXISTS {streams} (
+    consumer_name varbinary(255) NOT NULL,
+    producer      varbinary(255) NOT NULL,
+    stream        varbinary(255) NOT NULL,
+    epoch         bigint NOT NULL,
+    highest       bigint NOT NULL,
+    seen          binary(128) NOT NULL,
+    updated_at    datetime(6) NOT NULL,
+    PRIMARY KEY (consumer_name, producer, stream)
+) ENGINE = InnoDB;
+
+CREATE TABLE IF NOT EXISTS {partitioning} (
+    topic       varbinary(255) NOT NULL,
+    partitioner varbinary(255) NOT NULL,
+    shards      bigint NOT NULL,
+    recorded_at datetime(6) NOT NULL,
+    PRIMARY KEY (topic)
+) ENGINE = InnoDB;

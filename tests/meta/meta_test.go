@@ -27,7 +27,7 @@ func TestCoreDependencies(t *testing.T) {
 	allowed := []string{
 		"github.com/seed-2f56a981/watermill-idempotent",
 		"github.com/ThreeDotsLabs/watermill",
-		"github.com/cenkalti/backoff/v5",
+		"github.com/cenkalti/backoff/v5", "github.com/cespare/xxhash/v2",
 		// of Watermill's message and message/router/middleware
 		"github.com/google/uuid", "github.com/lithammer/shortuuid/v3", "github.com/oklog/ulid",
 		"github.com/pkg/errors", "github.com/sony/gobreaker",
