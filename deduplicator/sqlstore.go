@@ -19,6 +19,7 @@ type SQLStore struct {
 	db      *sql.DB
 	config  *config
 	queries queries
+	known   *knownKeys
 
 	claimStmt *sql.Stmt // nil where the driver keeps prepared statements itself
 }
@@ -43,7 +44,7 @@ func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Optio
 	if err := cfg.check(ctx, db); err != nil {
 		return nil, err
 	}
-	s := &SQLStore{db: db, config: cfg}
+	s := &SQLStore{db: db, config: cfg, known: newKnownKeys(cfg.knownKeys)}
 	mariaDB := false
 	if dialect == MySQL {
 		var version string
@@ -68,26 +69,64 @@ func (s *SQLStore) Process(ctx context.Context, claim Claim, work Work) (Result,
 	if err := validate(claim); err != nil {
 		return Result{}, err
 	}
+	if err := s.config.checkTime(claim); err != nil {
+		return Result{}, err
+	}
+	if known, err := s.known.duplicate(claim); known {
+		return Result{Outcome: Duplicate}, err
+	}
+	if claim.Redelivered {
+		// When this fails, the transaction has the same failure or none.
+		result, known, err := s.stored(ctx, s.db, claim)
+		if known && (err == nil || errors.Is(err, ErrConflict)) {
+			return result, err
+		}
+	}
+	if s.config.maxAttempts != nil {
+		return s.countedProcess(ctx, claim, work)
+	}
+	return s.process(ctx, claim, work)
+}
+
+// process runs attempts until one is not undone by other transactions.
+func (s *SQLStore) process(ctx context.Context, claim Claim, work Work) (result Result, err error) {
+	err = s.retry(ctx, func() (err error) {
+		result, err = s.attempt(ctx, claim, work)
+		return err
+	})
+	return result, err
+}
+
+// retry calls once again while other transactions make the database refuse it.
+func (s *SQLStore) retry(ctx context.Context, once func() error) error {
 	started := time.Now()
-	pause := backoff.NewExponentialBackOff()
-	pause.InitialInterval, pause.MaxInterval, pause.Multiplier = 5*time.Millisecond, 500*time.Millisecond, 2
+	pauses := backoff.NewExponentialBackOff()
+	pauses.InitialInterval, pauses.MaxInterval, pauses.Multiplier = 5*time.Millisecond, 500*time.Millisecond, 2
 	for retries := 0; ; retries++ {
-		result, err := s.attempt(ctx, claim, work)
+		err := once()
 		again := errors.Is(err, errAgain)
 		if !again && !sqldb.Transient(err) || errors.Is(err, ErrInFlight) || retries >= s.config.txRetries && !again {
-			return result, err
+			return err
 		}
 		// SQLite has one writer: waiting for it is bounded by time, not by count.
 		if again && time.Since(started) > s.config.claimTimeout {
-			return Result{}, fmt.Errorf("%w: %w", ErrInFlight, err)
+			return fmt.Errorf("%w: %w", ErrInFlight, err)
 		}
-		timer := time.NewTimer(pause.NextBackOff())
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
-			return Result{}, errors.Join(ctx.Err(), err)
+		if !pause(ctx, pauses.NextBackOff()) {
+			return errors.Join(ctx.Err(), err)
 		}
+	}
+}
+
+// pause waits for d or until ctx ends, and reports whether d passed.
+func pause(ctx context.Context, d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-ctx.Done():
+		return false
 	}
 }
 
@@ -112,7 +151,12 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 		return Result{}, s.claimError(ctx, err)
 	}
 	if !isNew {
-		return s.duplicate(ctx, tx, claim)
+		result, _, err := s.stored(ctx, tx, claim)
+		result.Outcome = Duplicate // also where its row was deleted just now
+		if err != nil {
+			result = Result{}
+		}
+		return result, err
 	}
 	outputs, err := work(sqldb.ContextWithTx(ctx, tx))
 	if err != nil {
@@ -126,6 +170,17 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 			return Result{}, fmt.Errorf("deduplicator: store outputs: %w", err)
 		}
 	}
+	if s.config.maxAttempts != nil {
+		if _, err := tx.ExecContext(ctx, s.queries.forgetAttempts, key(claim)...); err != nil {
+			switch {
+			case ctx.Err() != nil:
+				return Result{}, errors.Join(ctx.Err(), err)
+			case errors.Is(err, sql.ErrTxDone):
+				return Result{}, ErrTxEnded
+			}
+			return Result{}, fmt.Errorf("%w: forget attempts: %w", ErrNotCommitted, err)
+		}
+	}
 	if err := ctx.Err(); err != nil {
 		return Result{}, err // certainly not committed, which Commit could not say
 	}
@@ -133,6 +188,7 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 	if err := tx.Commit(); err != nil {
 		return s.commitFailed(ctx, claim, err)
 	}
+	s.known.committed(claim, claim.Fingerprint, len(outputs) > 0)
 	return Result{Outcome: Processed, Outputs: outputs}, nil
 }
 
@@ -165,38 +221,62 @@ func (s *SQLStore) claimError(ctx context.Context, err error) error {
 	return fmt.Errorf("%w: %w", ErrUnavailable, err)
 }
 
-// duplicate reads what is stored of a claim that is not new.
-func (s *SQLStore) duplicate(ctx context.Context, tx *sql.Tx, claim Claim) (Result, error) {
-	rows, err := tx.QueryContext(ctx, s.queries.stored, key(claim)...)
+// querier is a database or a transaction.
+type querier interface {
+	QueryContext(ctx context.Context, query string, args ...any) (*sql.Rows, error)
+}
+
+// stored reads what is committed of a claim: whether it is, and then its outputs
+// or that it is a conflict.
+func (s *SQLStore) stored(ctx context.Context, q querier, claim Claim) (result Result, known bool, err error) {
+	rows, err := q.QueryContext(ctx, s.queries.stored, key(claim)...)
 	if err != nil {
-		return Result{}, s.claimError(ctx, err)
+		return Result{}, false, s.claimError(ctx, err)
 	}
 	defer rows.Close() //nolint:errcheck // rows.Err has the error of reading
-	result := Result{Outcome: Duplicate}
+	result.Outcome = Duplicate
+	var fingerprint []byte
 	for rows.Next() {
-		var (
-			fingerprint, metadata, payload []byte
-			topic, uuid                    sql.NullString
-		)
-		if err := rows.Scan(&fingerprint, &topic, &uuid, &metadata, &payload); err != nil {
-			return Result{}, s.claimError(ctx, err)
+		var row storedOutput
+		if err := rows.Scan(&fingerprint, &row.topic, &row.uuid, &row.metadata, &row.payload); err != nil {
+			return Result{}, known, s.claimError(ctx, err)
 		}
-		if len(claim.Fingerprint) > 0 && len(fingerprint) > 0 && string(claim.Fingerprint) != string(fingerprint) {
-			return Result{}, &ConflictError{Consumer: claim.Consumer, Key: claim.Key, Stored: fingerprint, Got: claim.Fingerprint}
+		known = true
+		if claim.conflicts(string(fingerprint)) {
+			return Result{}, known, &ConflictError{Consumer: claim.Consumer, Key: claim.Key, Stored: fingerprint, Got: claim.Fingerprint}
 		}
-		if !topic.Valid { // the claim has no outputs
+		if !row.topic.Valid { // the claim has no outputs
 			continue
 		}
-		output := Output{Topic: topic.String, UUID: uuid.String, Payload: payload}
-		if output.Metadata, err = decodeMetadata(metadata); err != nil {
-			return Result{}, fmt.Errorf("deduplicator: stored output: %w", err)
+		output, err := row.output()
+		if err != nil {
+			return Result{}, known, err
 		}
 		result.Outputs = append(result.Outputs, output)
 	}
 	if err := rows.Err(); err != nil {
-		return Result{}, s.claimError(ctx, err)
+		return Result{}, known, s.claimError(ctx, err)
 	}
-	return result, nil
+	if known {
+		s.known.committed(claim, fingerprint, len(result.Outputs) > 0)
+	}
+	return result, known, nil
+}
+
+// storedOutput is a row of the table of outputs, or of NULLs from an outer join.
+type storedOutput struct {
+	topic, uuid       sql.NullString
+	metadata, payload []byte
+}
+
+var errDamaged = errors.New("deduplicator: stored output is damaged")
+
+func (row *storedOutput) output() (Output, error) {
+	metadata, err := decodeMetadata(row.metadata)
+	if err != nil {
+		return Output{}, fmt.Errorf("%w: %w", errDamaged, err)
+	}
+	return Output{Topic: row.topic.String, UUID: row.uuid.String, Metadata: metadata, Payload: row.payload}, nil
 }
 
 // recheckTimeout bounds the question whether a commit took place, beyond the
@@ -238,12 +318,23 @@ func (s *SQLStore) Forget(ctx context.Context, claims ...Claim) error {
 		for _, claim := range claims[:n] {
 			args = append(args, key(claim)...)
 		}
-		if _, err := s.db.ExecContext(ctx, s.queries.forget(n), args...); err != nil {
+		if _, err := s.exec(ctx, s.queries.forget(n), args...); err != nil {
 			return fmt.Errorf("deduplicator: forget outputs: %w", err)
 		}
+		s.known.forgotten(claims[:n])
 		claims = claims[n:]
 	}
 	return nil
+}
+
+// exec runs one statement in a transaction of its own, again while other
+// transactions make the database refuse it.
+func (s *SQLStore) exec(ctx context.Context, query string, args ...any) (result sql.Result, err error) {
+	err = s.retry(ctx, func() (err error) {
+		result, err = s.db.ExecContext(ctx, query, args...)
+		return err
+	})
+	return result, err
 }
 
 func validate(claim Claim) error {
