@@ -29,7 +29,8 @@ func (e *permanentError) Unwrap() error { return e.err }
 
 // IsPermanent reports whether err goes to the poison queue without a retry: it
 // was marked with [Permanent], or it is about a message that has no key, no
-// version, no partition key, or the key or version of another one.
+// version, no partition key, or the key or version of another one, that is too old
+// or of unknown age for a store with a retention, or that was tried too often.
 func IsPermanent(err error) bool {
 	var marked *permanentError
 	if errors.As(err, &marked) {
@@ -37,6 +38,7 @@ func IsPermanent(err error) bool {
 	}
 	for _, target := range []error{
 		deduplicator.ErrNoKey, deduplicator.ErrInvalidClaim, deduplicator.ErrConflict,
+		deduplicator.ErrNoTime, deduplicator.ErrTooOld, deduplicator.ErrTooManyAttempts,
 		ordering.ErrInvalidVersion, ordering.ErrVersionConflict, ordering.ErrInvalidKey,
 	} {
 		if errors.Is(err, target) {

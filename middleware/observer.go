@@ -120,6 +120,7 @@ type delivery struct {
 	outcome   Outcome // of an attempt without an error
 	attempt   int
 	parked    error // why the message is in the poison queue
+	unknown   bool  // an attempt may have been committed
 }
 
 type deliveryKey struct{}
