@@ -64,9 +64,10 @@ func newQueries(c *config, mariaDB bool) queries {
 		q.claim = insert + "VALUES (?, ?, ?, " + now + ") ON CONFLICT (consumer_name, message_key) DO NOTHING"
 	}
 	q.claim = c.dialect.Rebind(q.claim)
-	q.stored = c.dialect.Rebind("SELECT c.fingerprint, o.topic, o.uuid, o.metadata, o.payload FROM " + processed + " c LEFT JOIN " + produced +
+	// Sorting is left to the reader: MariaDB would make a temporary table for it.
+	q.stored = c.dialect.Rebind("SELECT c.fingerprint, o.ordinal, o.topic, o.uuid, o.metadata, o.payload FROM " + processed + " c LEFT JOIN " + produced +
 		" o ON o.consumer_name = c.consumer_name AND o.message_key = c.message_key" +
-		" WHERE c.consumer_name = ? AND c.message_key = ? ORDER BY o.ordinal")
+		" WHERE c.consumer_name = ? AND c.message_key = ?")
 	q.output = "INSERT INTO " + produced + " (consumer_name, message_key, ordinal, topic, uuid, metadata, payload, created_at) VALUES "
 	q.row = "(?, ?, ?, ?, ?, ?, ?, " + now + ")"
 	q.forgetSQL = "DELETE FROM " + produced + " WHERE "

@@ -1,10 +1,12 @@
 package deduplicator
 
 import (
+	"cmp"
 	"context"
 	"database/sql"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -21,7 +23,8 @@ type SQLStore struct {
 	queries queries
 	known   *knownKeys
 
-	claimStmt *sql.Stmt // nil where the driver keeps prepared statements itself
+	// nil where the driver keeps prepared statements itself
+	claimStmt, storedStmt *sql.Stmt
 }
 
 // NewSQLStore returns a store on db. It asks the database for its version and
@@ -60,6 +63,9 @@ func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Optio
 		if s.claimStmt, err = db.PrepareContext(ctx, s.queries.claim); err != nil {
 			return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
 		}
+		if s.storedStmt, err = db.PrepareContext(ctx, s.queries.stored); err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrUnavailable, errors.Join(err, s.claimStmt.Close()))
+		}
 	}
 	return s, nil
 }
@@ -77,7 +83,7 @@ func (s *SQLStore) Process(ctx context.Context, claim Claim, work Work) (Result,
 	}
 	if claim.Redelivered {
 		// When this fails, the transaction has the same failure or none.
-		result, known, err := s.stored(ctx, s.db, claim)
+		result, known, err := s.stored(ctx, nil, claim)
 		if known && (err == nil || errors.Is(err, ErrConflict)) {
 			return result, err
 		}
@@ -221,41 +227,50 @@ func (s *SQLStore) claimError(ctx context.Context, err error) error {
 	return fmt.Errorf("%w: %w", ErrUnavailable, err)
 }
 
-// querier is a database or a transaction.
-type querier interface {
-	QueryContext(ctx context.Context, query string, args ...any) (*sql.Rows, error)
-}
-
-// stored reads what is committed of a claim: whether it is, and then its outputs
-// or that it is a conflict.
-func (s *SQLStore) stored(ctx context.Context, q querier, claim Claim) (result Result, known bool, err error) {
-	rows, err := q.QueryContext(ctx, s.queries.stored, key(claim)...)
+// stored reads what is committed of a claim, in tx or, if that is nil, by itself:
+// whether it is, and then its outputs or that it is a conflict.
+func (s *SQLStore) stored(ctx context.Context, tx *sql.Tx, claim Claim) (result Result, known bool, err error) {
+	var rows *sql.Rows
+	switch args := key(claim); {
+	case s.storedStmt != nil && tx != nil:
+		rows, err = tx.StmtContext(ctx, s.storedStmt).QueryContext(ctx, args...)
+	case s.storedStmt != nil:
+		rows, err = s.storedStmt.QueryContext(ctx, args...)
+	case tx != nil:
+		rows, err = tx.QueryContext(ctx, s.queries.stored, args...)
+	default:
+		rows, err = s.db.QueryContext(ctx, s.queries.stored, args...)
+	}
 	if err != nil {
 		return Result{}, false, s.claimError(ctx, err)
 	}
 	defer rows.Close() //nolint:errcheck // rows.Err has the error of reading
 	result.Outcome = Duplicate
 	var fingerprint []byte
+	var found []storedOutput
 	for rows.Next() {
 		var row storedOutput
-		if err := rows.Scan(&fingerprint, &row.topic, &row.uuid, &row.metadata, &row.payload); err != nil {
+		if err := rows.Scan(&fingerprint, &row.ordinal, &row.topic, &row.uuid, &row.metadata, &row.payload); err != nil {
 			return Result{}, known, s.claimError(ctx, err)
 		}
 		known = true
 		if claim.conflicts(string(fingerprint)) {
 			return Result{}, known, &ConflictError{Consumer: claim.Consumer, Key: claim.Key, Stored: fingerprint, Got: claim.Fingerprint}
 		}
-		if !row.topic.Valid { // the claim has no outputs
-			continue
+		if row.topic.Valid { // otherwise the claim has no outputs
+			found = append(found, row)
 		}
+	}
+	if err := rows.Err(); err != nil {
+		return Result{}, known, s.claimError(ctx, err)
+	}
+	slices.SortFunc(found, func(a, b storedOutput) int { return cmp.Compare(a.ordinal.Int64, b.ordinal.Int64) })
+	for _, row := range found {
 		output, err := row.output()
 		if err != nil {
 			return Result{}, known, err
 		}
 		result.Outputs = append(result.Outputs, output)
-	}
-	if err := rows.Err(); err != nil {
-		return Result{}, known, s.claimError(ctx, err)
 	}
 	if known {
 		s.known.committed(claim, fingerprint, len(result.Outputs) > 0)
@@ -265,6 +280,7 @@ func (s *SQLStore) stored(ctx context.Context, q querier, claim Claim) (result R
 
 // storedOutput is a row of the table of outputs, or of NULLs from an outer join.
 type storedOutput struct {
+	ordinal           sql.NullInt64
 	topic, uuid       sql.NullString
 	metadata, payload []byte
 }

@@ -109,7 +109,9 @@ func flush(t *testing.T, relay *deduplicator.Relay) deduplicator.RelayResult {
 	return result
 }
 
-func left(t *testing.T, db *sql.DB) int { return count(t, db, "SELECT COUNT(*) FROM produced_messages") }
+func left(t *testing.T, db *sql.DB) int {
+	return count(t, db, "SELECT COUNT(*) FROM produced_messages")
+}
 
 func TestRelayOptions(t *testing.T) {
 	t.Parallel()
