@@ -150,6 +150,11 @@ func WithAttemptsTable(name string) Option {
 // before or not, and one whose [Claim] has no Time with [ErrNoTime]: package
 // middleware parks them. Choose d longer than the longest time after which a
 // message may still come, from a dead letter queue for example.
+//
+// All processes that use the tables must have a retention, none longer than that
+// of the cleaners. So when you raise it, give the cleaners' store the new value
+// first, and the others once the difference has passed: until then the claims of
+// messages that they would accept are gone.
 func WithRetention(d time.Duration) Option {
 	return optionFunc(func(c *config) { c.retention = &d })
 }

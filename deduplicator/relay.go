@@ -67,7 +67,7 @@ type RelayResult struct {
 	Messages int           // outputs that the publisher accepted
 	Failed   int           // claims that wait for the next pass because of an error
 	Duration time.Duration // of the pass
-	Err      error         // the first error of each consumer
+	Err      error         // the first error of each consumer, or that of a context that ended
 }
 
 // RelayOption configures a [Relay].

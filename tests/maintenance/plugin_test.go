@@ -49,7 +49,7 @@ func TestPlugins(t *testing.T) {
 	_, store2 := open(t, testdb.SQLite)
 	process(t, store, claimOf("expired"))
 	exec(t, db, "UPDATE processed_messages SET processed_at = "+ago(testdb.SQLite, 24*time.Hour))
-	process(t, store, claimOf("a"), outputs("t", "a", 1)...)
+	process(t, store, claimOf("a"), outputs("a", 1)...)
 	age(t, db, testdb.SQLite)
 
 	publishing, release := make(chan struct{}), make(chan struct{})
@@ -146,7 +146,7 @@ func TestRouterStopsWithItsLastHandler(t *testing.T) {
 func TestRouterOfPluginsOnly(t *testing.T) {
 	t.Parallel()
 	db, store := open(t, testdb.SQLite)
-	process(t, store, claimOf("a"), outputs("t", "a", 1)...)
+	process(t, store, claimOf("a"), outputs("a", 1)...)
 	age(t, db, testdb.SQLite)
 	router := newRouter(t)
 	router.AddPlugin(newRelay(t, store, &broker{}, deduplicator.WithInterval(often)).Plugin)

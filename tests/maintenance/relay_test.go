@@ -77,12 +77,12 @@ func newRelay(t *testing.T, store *deduplicator.SQLStore, pub message.Publisher,
 	return relay
 }
 
-// outputs are n outputs of a claim for topic.
-func outputs(topic, name string, n int) []deduplicator.Output {
+// outputs are n outputs of a claim for topic t.
+func outputs(name string, n int) []deduplicator.Output {
 	all := make([]deduplicator.Output, n)
 	for i := range all {
 		all[i] = deduplicator.Output{
-			Topic: topic, UUID: fmt.Sprintf("%s-%d", name, i), Payload: fmt.Appendf(nil, "payload %s %d", name, i),
+			Topic: "t", UUID: fmt.Sprintf("%s-%d", name, i), Payload: fmt.Appendf(nil, "payload %s %d", name, i),
 			Metadata: map[string]string{"name": name, "i": fmt.Sprint(i)},
 		}
 	}
@@ -144,8 +144,8 @@ func TestRelayPublishesWhatIsStored(t *testing.T) {
 				{Topic: "a", UUID: "", Metadata: map[string]string{"k": "v"}},
 				{Topic: "z", UUID: "2", Payload: []byte("last")},
 			},
-			"bin" + binary: outputs("t", "binary", 2),
-			long:           outputs("t", "long", 2),
+			"bin" + binary: outputs("binary", 2),
+			long:           outputs("long", 2),
 		}
 		var want []deduplicator.Output
 		for _, key := range slices.Sorted(maps.Keys(claims)) {
@@ -157,8 +157,8 @@ func TestRelayPublishesWhatIsStored(t *testing.T) {
 		}
 		other := claimOf("a")
 		other.Consumer = "d" + binary
-		process(t, store, other, outputs("t", "other", 250)...) // more than one call takes
-		want = append(want, outputs("t", "other", 250)...)
+		process(t, store, other, outputs("other", 250)...) // more than one call takes
+		want = append(want, outputs("other", 250)...)
 
 		broker := &broker{}
 		relay := newRelay(t, store, broker)
@@ -199,8 +199,8 @@ func TestBrokerRefusesB10(t *testing.T) {
 			var want []string
 			for i := range 1000 / perClaim {
 				name := fmt.Sprintf("%02d", i)
-				process(t, store, claimOf(name), outputs("t", name, perClaim)...)
-				for _, output := range outputs("t", name, perClaim) {
+				process(t, store, claimOf(name), outputs(name, perClaim)...)
+				for _, output := range outputs(name, perClaim) {
 					want = append(want, output.UUID)
 				}
 			}
@@ -254,7 +254,7 @@ func TestRelayIsKilledB10(t *testing.T) {
 		require.NoError(t, deduplicator.Migrate(t.Context(), db, d.Dialect))
 		store := newStore(t, db, d)
 		for i := range 100 {
-			process(t, store, claimOf(fmt.Sprintf("%03d", i)), outputs("t", fmt.Sprintf("%03d", i), 10)...)
+			process(t, store, claimOf(fmt.Sprintf("%03d", i)), outputs(fmt.Sprintf("%03d", i), 10)...)
 		}
 		age(t, db, d)
 		command := osexec.CommandContext(t.Context(), os.Args[0], "-test.run", "^TestRelayIsKilledB10$/^"+d.Name+"$")
@@ -303,7 +303,7 @@ func TestThreeRelaysB12(t *testing.T) {
 			for i := range 200 {
 				claim := claimOf(fmt.Sprintf("%03d", i))
 				claim.Consumer = fmt.Sprint("c", i%consumers)
-				process(t, store, claim, outputs("t", claim.Key, 1)...)
+				process(t, store, claim, outputs(claim.Key, 1)...)
 				want = append(want, claim.Key+"-0")
 			}
 			age(t, db, d)
@@ -346,8 +346,8 @@ func TestConnectionIsCutAfterPublishB13(t *testing.T) {
 		db, spy := spied(t, testdb.Create(t, d))
 		require.NoError(t, deduplicator.Migrate(t.Context(), db, d.Dialect))
 		store := newStore(t, db, d)
-		process(t, store, claimOf("a"), outputs("t", "a", 2)...)
-		process(t, store, claimOf("b"), outputs("t", "b", 1)...)
+		process(t, store, claimOf("a"), outputs("a", 2)...)
+		process(t, store, claimOf("b"), outputs("b", 1)...)
 		age(t, db, d)
 		reset := errors.New("connection reset")
 		spy.onExec(func(query string) error {
@@ -379,10 +379,10 @@ func TestYoungOutputsB15(t *testing.T) {
 	each(t, testdb.All, func(t *testing.T, d testdb.Driver) {
 		db, store := open(t, d)
 		for name, stored := range map[string]time.Duration{"young": 40 * time.Second, "old": 90 * time.Second} {
-			process(t, store, claimOf(name), outputs("t", name, 2)...)
+			process(t, store, claimOf(name), outputs(name, 2)...)
 			exec(t, db, "UPDATE produced_messages SET created_at = "+ago(d, stored)+" WHERE message_key = '"+name+"'")
 		}
-		process(t, store, claimOf("now"), outputs("t", "now", 2)...)
+		process(t, store, claimOf("now"), outputs("now", 2)...)
 		broker := &broker{}
 		require.Equal(t, 1, flush(t, newRelay(t, store, broker, deduplicator.WithMinAge(time.Minute))).Claims)
 		require.Equal(t, []string{"old-0", "old-1"}, broker.uuids())
@@ -424,7 +424,7 @@ func TestBrokerHangsB63(t *testing.T) {
 	each(t, testdb.Servers, func(t *testing.T, d testdb.Driver) {
 		const timeout = 500 * time.Millisecond
 		db, store := open(t, d)
-		process(t, store, claimOf("a"), outputs("t", "a", 3)...)
+		process(t, store, claimOf("a"), outputs("a", 3)...)
 		age(t, db, d)
 		hanging, release := make(chan struct{}), make(chan struct{})
 		var once sync.Once
@@ -446,7 +446,7 @@ func TestBrokerHangsB63(t *testing.T) {
 			require.Zero(t, count(t, db, "SELECT COUNT(*) FROM pg_stat_activity a JOIN pg_locks l USING (pid)"+
 				" WHERE a.pid <> pg_backend_pid() AND a.xact_start IS NOT NULL AND l.relation IN ('produced_messages'::regclass, 'relay_leases'::regclass)"))
 		}
-		process(t, store, claimOf("b"), outputs("t", "b", 1)...) // handlers go on
+		process(t, store, claimOf("b"), outputs("b", 1)...) // handlers go on
 		require.ErrorIs(t, <-done, deduplicator.ErrPublishTimeout)
 
 		age(t, db, d)
@@ -480,7 +480,7 @@ func TestRelayThatLostItsLease(t *testing.T) {
 	each(t, testdb.All, func(t *testing.T, d testdb.Driver) {
 		db, store := open(t, d)
 		for i := range 3 {
-			process(t, store, claimOf(fmt.Sprint(i)), outputs("t", fmt.Sprint(i), 1)...)
+			process(t, store, claimOf(fmt.Sprint(i)), outputs(fmt.Sprint(i), 1)...)
 		}
 		age(t, db, d)
 		second := &broker{accept: func(string, *message.Message, int) error { return errors.New("refused") }}
@@ -514,7 +514,7 @@ func TestLeaseIsRenewed(t *testing.T) {
 		const timeout = 400 * time.Millisecond // leases are three times as long
 		db, store := open(t, d)
 		for i := range 10 {
-			process(t, store, claimOf(fmt.Sprint(i)), outputs("t", fmt.Sprint(i), 1)...)
+			process(t, store, claimOf(fmt.Sprint(i)), outputs(fmt.Sprint(i), 1)...)
 		}
 		age(t, db, d)
 		slow := &broker{accept: func(string, *message.Message, int) error {
@@ -548,7 +548,7 @@ func TestRefusedOutputHoldsUpItsPartition(t *testing.T) {
 	each(t, testdb.Servers, func(t *testing.T, d testdb.Driver) {
 		db, store := open(t, d)
 		for i, entity := range []string{"a", "b", "a", "", "b", "a", ""} {
-			output := outputs("t", fmt.Sprint(i), 1)
+			output := outputs(fmt.Sprint(i), 1)
 			if entity != "" {
 				output[0].Metadata[ordering.PartitionKeyMetadata] = entity
 			}
@@ -585,7 +585,7 @@ func TestRelayBesideRedelivery(t *testing.T) {
 	each(t, testdb.All, func(t *testing.T, d testdb.Driver) {
 		db, store := open(t, d)
 		for i := range 60 {
-			process(t, store, claimOf(fmt.Sprintf("%02d", i)), outputs("t", fmt.Sprintf("%02d", i), 3)...)
+			process(t, store, claimOf(fmt.Sprintf("%02d", i)), outputs(fmt.Sprintf("%02d", i), 3)...)
 		}
 		age(t, db, d)
 		broker := &broker{}
@@ -623,7 +623,7 @@ func TestRelayBesideRedelivery(t *testing.T) {
 func TestRelayRuns(t *testing.T) {
 	t.Parallel()
 	db, store := open(t, testdb.SQLite)
-	process(t, store, claimOf("a"), outputs("t", "a", 1)...)
+	process(t, store, claimOf("a"), outputs("a", 1)...)
 	age(t, db, testdb.SQLite)
 	var mu sync.Mutex
 	var passes []time.Time

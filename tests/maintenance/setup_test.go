@@ -57,9 +57,9 @@ func newStore(t *testing.T, db *sql.DB, d testdb.Driver, opts ...deduplicator.Op
 	return store
 }
 
-func exec(t *testing.T, db *sql.DB, query string, args ...any) {
+func exec(t *testing.T, db *sql.DB, query string) {
 	t.Helper()
-	_, err := db.ExecContext(t.Context(), query, args...)
+	_, err := db.ExecContext(t.Context(), query)
 	require.NoError(t, err, query)
 }
 
