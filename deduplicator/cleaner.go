@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"strings"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -122,7 +121,8 @@ func (c *Cleaner) validate() error {
 func (c *Cleaner) statement(table, column, condition string) string {
 	cfg := c.store.config
 	quoted := cfg.dialect.Quote(table)
-	batch := column + " < " + cfg.fromNow(-*cfg.retention-cleanMargin) + condition +
+	end := cfg.fromNow(-*cfg.retention - cleanMargin)
+	batch := column + " < " + end + condition +
 		fmt.Sprintf(" ORDER BY %s LIMIT %d", column, c.batch)
 	switch cfg.dialect {
 	case PostgreSQL:
@@ -131,9 +131,13 @@ func (c *Cleaner) statement(table, column, condition string) string {
 		return "DELETE FROM " + quoted + " WHERE ctid = ANY (ARRAY(SELECT ctid FROM " + quoted + " p WHERE " + batch +
 			" FOR UPDATE OF p SKIP LOCKED))"
 	case MySQL:
-		// Cleaners lock rows in the order of the index, so they wait for each other
-		// and don't deadlock. A DELETE with LIMIT has no alias.
-		return "DELETE FROM " + quoted + " WHERE " + strings.ReplaceAll(batch, " p.", " "+quoted+".")
+		// A DELETE with ORDER BY and LIMIT would read and lock the whole table where
+		// the optimizer thinks that most rows are due. This subquery is answered from
+		// the index alone. Cleaners lock rows in its order, so they wait for each other
+		// and don't deadlock. A key may have been deleted and claimed anew meanwhile, so
+		// the time is compared again, in a way that no index serves.
+		return "DELETE d FROM (SELECT consumer_name, message_key FROM " + quoted + " p WHERE " + batch + ") b STRAIGHT_JOIN " + quoted +
+			" d ON d.consumer_name = b.consumer_name AND d.message_key = b.message_key AND d." + column + " + INTERVAL 0 SECOND < " + end
 	default:
 		return "DELETE FROM " + quoted + " WHERE (consumer_name, message_key) IN (SELECT consumer_name, message_key FROM " +
 			quoted + " p WHERE " + batch + ")"
@@ -193,7 +197,7 @@ func (c *Cleaner) deleteAll(ctx context.Context, statement string, rows *int64) 
 			return err
 		}
 		*rows += n
-		if n < int64(c.batch) {
+		if n == 0 { // fewer than a batch can be what another cleaner has left
 			return nil
 		}
 		if !pause(ctx, c.pause/2+rand.N(c.pause+1)) { //nolint:gosec // jitter is no secret

@@ -44,7 +44,7 @@ func checkInterval(d time.Duration) error {
 // loop calls pass until ctx ends; the first time after a part of the interval. A
 // pass that got nowhere doubles the pause.
 func loop(ctx context.Context, interval time.Duration, pass func(ctx context.Context) (ok bool)) {
-	wait := rand.N(interval) //nolint:gosec // jitter is no secret
+	wait := rand.N(interval)                                               //nolint:gosec // jitter is no secret
 	for next := interval; pause(ctx, wait); wait = next/2 + rand.N(next) { //nolint:gosec // as above
 		if pass(ctx) {
 			next = interval

@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"regexp"
 	"strings"
+	"time"
 	"unicode/utf8"
 )
 
@@ -151,8 +152,28 @@ func Ping(ctx context.Context, db *sql.DB) error {
 
 // Apply runs the statements of script, which are separated by semicolons, so
 // that several instances can do it at once. They must be of the form "create if
-// it does not exist".
+// it does not exist". It runs them again where another transaction was in the way.
 func Apply(ctx context.Context, db *sql.DB, d Dialect, script string) error {
+	for retries := 0; ; retries++ {
+		err := apply(ctx, db, d, script)
+		if !Transient(err) || retries == applyRetries {
+			return err
+		}
+		select {
+		case <-time.After(time.Duration(retries+1) * applyPause):
+		case <-ctx.Done():
+			return errors.Join(ctx.Err(), err)
+		}
+	}
+}
+
+// Apply's retries: their pauses grow by applyPause to about 5 s together.
+const (
+	applyRetries = 20
+	applyPause   = 25 * time.Millisecond
+)
+
+func apply(ctx context.Context, db *sql.DB, d Dialect, script string) error {
 	tx, err := db.BeginTx(ctx, nil)
 	if err != nil {
 		return err

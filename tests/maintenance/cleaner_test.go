@@ -290,7 +290,9 @@ func TestCleanerUsesItsIndexB97(t *testing.T) {
 					require.Contains(t, plan, "Index Cond: (processed_at < ")
 					require.NotContains(t, plan, "Seq Scan on "+table)
 				case deduplicator.MySQL:
-					require.Regexp(t, `\|`+table+`\|range\|[^|]*\|`+index+`\|`, plan)
+					require.Regexp(t, `\|p\|range\|[^|]*\|`+index+`\|`, plan)
+					require.Regexp(t, `\|d\|eq_ref\|[^|]*\|PRIMARY\|`, plan)
+					require.NotContains(t, plan, "filesort")
 				case deduplicator.SQLite:
 					require.Regexp(t, `SEARCH p USING (COVERING )?INDEX `+index+` \(`+column+`<\?\)`, plan)
 					require.NotContains(t, plan, "SCAN "+table)

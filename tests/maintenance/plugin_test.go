@@ -3,6 +3,7 @@ package maintenance_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -95,10 +96,14 @@ func TestPlugins(t *testing.T) {
 }
 
 // ending is a subscriber whose subscriptions end when told.
-type ending struct{ end chan struct{} }
+type ending struct {
+	end  chan struct{}
+	slow time.Duration // to subscribe
+}
 
 func (s ending) Subscribe(ctx context.Context, _ string) (<-chan *message.Message, error) {
 	messages := make(chan *message.Message)
+	time.Sleep(s.slow)
 	go func() {
 		defer close(messages)
 		select {
@@ -124,9 +129,11 @@ func TestRouterStopsWithItsLastHandler(t *testing.T) {
 		})).Plugin,
 		newCleaner(t, store).Plugin,
 	)
-	first, second := ending{make(chan struct{})}, ending{make(chan struct{})}
-	close(first.end) // before the router is running
-	router.AddConsumerHandler("first", "t", first, ignore)
+	first, second := ending{end: make(chan struct{}), slow: 20 * time.Millisecond}, ending{end: make(chan struct{})}
+	close(first.end) // so they have stopped while others are not started yet
+	for i := range 8 {
+		router.AddConsumerHandler(fmt.Sprint("first ", i), "t", first, ignore)
+	}
 	router.AddHandler("second", "t", second, "out", &broker{}, message.PassthroughHandler)
 	done := start(t, router)
 	before := passes.Load()
