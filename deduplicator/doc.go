@@ -7,5 +7,9 @@
 // commits. Whatever goes wrong before the commit undoes all of it. [SQLStore] is
 // the Store on database/sql for PostgreSQL, MySQL, MariaDB and SQLite.
 //
+// [WithRetention] bounds how long claims are kept: a [Cleaner] deletes older ones,
+// and messages that are older are refused. A [Relay] publishes stored outputs that
+// nobody else publishes.
+//
 // Most programs use it through the Deduplicate middleware of package middleware.
 package deduplicator

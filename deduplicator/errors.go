@@ -20,6 +20,25 @@ var (
 	// durable; trying again can't help.
 	ErrInvalidClaim = errors.New("deduplicator: invalid claim")
 
+	// ErrNoTime says that a store with [WithRetention] can't tell the age of a
+	// claim: it has no time, a malformed one, or one that lies more than 30 minutes
+	// in the future. Nothing is durable; trying again can't help.
+	ErrNoTime = errors.New("deduplicator: time of the message is not known")
+
+	// ErrTooOld says that a message was published before the store's retention
+	// began, so that it can't be proven new. Nothing is durable; trying again
+	// can't help.
+	ErrTooOld = errors.New("deduplicator: message is too old to prove that it is new")
+
+	// ErrTooManyAttempts says that a claim was tried as often as [WithMaxAttempts]
+	// allows and is neither processed nor in work. Nothing is durable; trying again
+	// can't help.
+	ErrTooManyAttempts = errors.New("deduplicator: too many attempts")
+
+	// ErrPublishTimeout says that the publisher of a [Relay] did not return in
+	// time. The messages stay stored.
+	ErrPublishTimeout = errors.New("deduplicator: publisher does not return")
+
 	// ErrConflict is matched by every [ConflictError].
 	ErrConflict = errors.New("deduplicator: same key, other content")
 

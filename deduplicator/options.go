@@ -13,12 +13,24 @@ import (
 const (
 	DefaultProcessedTable = "processed_messages"
 	DefaultProducedTable  = "produced_messages"
+	DefaultLeasesTable    = "relay_leases"
+	DefaultAttemptsTable  = "message_attempts"
 	DefaultClaimTimeout   = 5 * time.Second
 	DefaultTxRetries      = 10
+	DefaultKnownKeys      = 16_384
 )
 
 // MinClaimTimeout is the shortest claim timeout.
 const MinClaimTimeout = 10 * time.Millisecond
+
+const (
+	// MinRetention is the shortest retention.
+	MinRetention = time.Hour
+
+	// DefaultRetention is the value for [WithRetention] when you have no better
+	// one. It is not set by default: claims are kept for ever.
+	DefaultRetention = 30 * 24 * time.Hour
+)
 
 // Option configures a [SQLStore].
 type Option interface{ apply(*config) }
@@ -31,9 +43,14 @@ type config struct {
 	dialect      Dialect
 	processed    string
 	produced     string
+	leases       string
+	attempts     string
 	claimTimeout time.Duration
 	isolation    sql.IsolationLevel
 	txRetries    int
+	knownKeys    int
+	retention    *time.Duration // nil: claims are kept for ever
+	maxAttempts  *int           // nil: attempts are not counted
 }
 
 func newConfig(dialect Dialect, opts []Option) (*config, error) {
@@ -41,9 +58,12 @@ func newConfig(dialect Dialect, opts []Option) (*config, error) {
 		dialect:      dialect,
 		processed:    DefaultProcessedTable,
 		produced:     DefaultProducedTable,
+		leases:       DefaultLeasesTable,
+		attempts:     DefaultAttemptsTable,
 		claimTimeout: DefaultClaimTimeout,
 		isolation:    sql.LevelReadCommitted,
 		txRetries:    DefaultTxRetries,
+		knownKeys:    DefaultKnownKeys,
 	}
 	if dialect == SQLite {
 		cfg.isolation = sql.LevelSerializable
@@ -62,15 +82,32 @@ func (c *config) validate() error {
 		c.dialect.Validate(),
 		sqldb.CheckTable("WithTables", c.processed),
 		sqldb.CheckTable("WithTables", c.produced),
+		sqldb.CheckTable("WithLeasesTable", c.leases),
+		sqldb.CheckTable("WithAttemptsTable", c.attempts),
 	}
 	if c.processed == c.produced {
 		errs = append(errs, fmt.Errorf("WithTables: both tables are %q", c.processed))
+	}
+	if c.leases == c.processed || c.leases == c.produced {
+		errs = append(errs, fmt.Errorf("WithLeasesTable: %q is the name of another table", c.leases))
+	}
+	if c.attempts == c.processed || c.attempts == c.produced || c.attempts == c.leases {
+		errs = append(errs, fmt.Errorf("WithAttemptsTable: %q is the name of another table", c.attempts))
 	}
 	if c.claimTimeout < MinClaimTimeout {
 		errs = append(errs, fmt.Errorf("WithClaimTimeout: %v is under the least, %v", c.claimTimeout, MinClaimTimeout))
 	}
 	if c.txRetries < 0 {
 		errs = append(errs, fmt.Errorf("WithTxRetries: %d is negative", c.txRetries))
+	}
+	if c.knownKeys < 0 {
+		errs = append(errs, fmt.Errorf("WithKnownKeys: %d is negative", c.knownKeys))
+	}
+	if c.retention != nil && *c.retention < MinRetention {
+		errs = append(errs, fmt.Errorf("WithRetention: %v is under the least, %v", *c.retention, MinRetention))
+	}
+	if c.maxAttempts != nil && *c.maxAttempts < 1 {
+		errs = append(errs, fmt.Errorf("WithMaxAttempts: %d is under the least, 1; leave it out for no limit", *c.maxAttempts))
 	}
 	switch c.isolation {
 	case sql.LevelReadCommitted, sql.LevelRepeatableRead:
@@ -90,6 +127,63 @@ func (c *config) validate() error {
 // and underscores, optionally after a schema and a dot.
 func WithTables(processed, produced string) Option {
 	return optionFunc(func(c *config) { c.processed, c.produced = processed, produced })
+}
+
+// WithLeasesTable sets the name of the table in which a [Relay] says what it is
+// at, instead of [DefaultLeasesTable]. The form is that of [WithTables].
+func WithLeasesTable(name string) Option {
+	return optionFunc(func(c *config) { c.leases = name })
+}
+
+// WithAttemptsTable sets the name of the table for [WithMaxAttempts], instead of
+// [DefaultAttemptsTable]. The form is that of [WithTables].
+func WithAttemptsTable(name string) Option {
+	return optionFunc(func(c *config) { c.attempts = name })
+}
+
+// WithRetention sets how long claims are kept, so that a [Cleaner] may delete
+// older ones. By default they are kept for ever. [DefaultRetention] is a good
+// value; one under [MinRetention] is refused.
+//
+// What has been deleted can't tell a copy from a new message. So a message that
+// was first published longer ago than d is refused with [ErrTooOld], processed
+// before or not, and one whose [Claim] has no Time with [ErrNoTime]: package
+// middleware parks them. Choose d longer than the longest time after which a
+// message may still come, from a dead letter queue for example.
+//
+// All processes that use the tables must have a retention, none longer than that
+// of the cleaners. So when you raise it, give the cleaners' store the new value
+// first, and the others once the difference has passed: until then the claims of
+// messages that they would accept are gone.
+func WithRetention(d time.Duration) Option {
+	return optionFunc(func(c *config) { c.retention = &d })
+}
+
+// WithKnownKeys sets how many claims the store remembers in memory that it saw
+// committed and that have no outputs left, instead of [DefaultKnownKeys]. A copy
+// of such a message is a duplicate (or a conflict) without asking the database.
+// Those asked for least recently are dropped. 0 switches it off.
+//
+// While a claim is remembered, deleting its row by hand does not make the store
+// process the message again; nor does a database that lost commits, as one that
+// was restored from a backup. Start the process again, or set 0.
+func WithKnownKeys(n int) Option {
+	return optionFunc(func(c *config) { c.knownKeys = n })
+}
+
+// WithMaxAttempts refuses a claim with [ErrTooManyAttempts] after n attempts that
+// did not process it, so that package middleware parks its message. It is for
+// brokers that don't count deliveries, as Kafka: there a message that kills the
+// process comes back for ever. By default attempts are not counted. n is 1 or
+// more; it should be higher than the number of attempts that a retry makes.
+//
+// Each call of Process is an attempt, except those that end because the database
+// is unavailable or because the key is in flight. The count is committed before
+// the transaction, which costs a statement each time, and is forgotten when the
+// message is processed or refused: one that is published again from the poison
+// queue has n new attempts. Copies that come at the same moment count too.
+func WithMaxAttempts(n int) Option {
+	return optionFunc(func(c *config) { c.maxAttempts = &n })
 }
 
 // WithClaimTimeout sets how long a message waits while another transaction holds

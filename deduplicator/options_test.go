@@ -23,7 +23,9 @@ func TestOptions(t *testing.T) {
 		{name: "none"},
 		{name: "each at its bound", opts: []deduplicator.Option{
 			deduplicator.WithTables("app."+long, "_"), deduplicator.WithClaimTimeout(10 * time.Millisecond),
-			deduplicator.WithTxRetries(0), deduplicator.WithIsolation(sql.LevelSerializable),
+			deduplicator.WithTxRetries(0), deduplicator.WithIsolation(sql.LevelSerializable), deduplicator.WithKnownKeys(0),
+			deduplicator.WithRetention(time.Hour), deduplicator.WithMaxAttempts(1),
+			deduplicator.WithLeasesTable("a.b"), deduplicator.WithAttemptsTable(long),
 		}},
 		{name: "the last one wins", opts: []deduplicator.Option{deduplicator.WithTxRetries(-1), deduplicator.WithTxRetries(1)}},
 		{name: "dialect", dialect: "oracle", want: []string{"dialect", `"oracle"`, `"postgresql"`}},
@@ -46,6 +48,32 @@ func TestOptions(t *testing.T) {
 		{
 			name: "claim timeout", opts: []deduplicator.Option{deduplicator.WithClaimTimeout(10*time.Millisecond - 1)},
 			want: []string{"WithClaimTimeout", "9.999999ms", "10ms"},
+		},
+		{
+			name: "retention", opts: []deduplicator.Option{deduplicator.WithRetention(time.Hour - 1)},
+			want: []string{"WithRetention", "59m59.999999999s", "1h0m0s"},
+		},
+		{
+			name: "no retention is not a retention of 0", opts: []deduplicator.Option{deduplicator.WithRetention(0)},
+			want: []string{"WithRetention", "0s", "1h0m0s"},
+		},
+		{
+			name: "known keys", opts: []deduplicator.Option{deduplicator.WithKnownKeys(-1)},
+			want: []string{"WithKnownKeys", "-1", "negative"},
+		},
+		{
+			name: "attempts", opts: []deduplicator.Option{deduplicator.WithMaxAttempts(0)},
+			want: []string{"WithMaxAttempts", "0", "least, 1"},
+		},
+		{
+			name: "tables of the relay and of attempts", opts: []deduplicator.Option{deduplicator.WithLeasesTable("a b"), deduplicator.WithAttemptsTable("c-d")},
+			want: []string{"WithLeasesTable", `"a b"`, "WithAttemptsTable", `"c-d"`},
+		},
+		{
+			name: "a table of two", opts: []deduplicator.Option{
+				deduplicator.WithLeasesTable(deduplicator.DefaultProducedTable), deduplicator.WithAttemptsTable(deduplicator.DefaultProcessedTable),
+			},
+			want: []string{"WithLeasesTable", "WithAttemptsTable", "another table"},
 		},
 		{
 			name: "retries", opts: []deduplicator.Option{deduplicator.WithTxRetries(-2)},
@@ -152,7 +180,8 @@ func TestErrors(t *testing.T) {
 	sentinels := []error{
 		deduplicator.ErrInvalidOption, deduplicator.ErrSchema, deduplicator.ErrNoKey, deduplicator.ErrInvalidClaim,
 		deduplicator.ErrConflict, deduplicator.ErrInFlight, deduplicator.ErrUnavailable, deduplicator.ErrNotCommitted,
-		deduplicator.ErrOutcomeUnknown, deduplicator.ErrTxEnded,
+		deduplicator.ErrOutcomeUnknown, deduplicator.ErrTxEnded, deduplicator.ErrNoTime, deduplicator.ErrTooOld,
+		deduplicator.ErrTooManyAttempts, deduplicator.ErrPublishTimeout,
 	}
 	for i, a := range sentinels {
 		for j, b := range sentinels {

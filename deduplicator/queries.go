@@ -27,15 +27,15 @@ type queries struct {
 	row       string // one row of it
 	forgetSQL string
 	rebind    func(string) string
+
+	countAttempt   string
+	uncountAttempt string
+	forgetAttempts string
 }
 
 func newQueries(c *config, mariaDB bool) queries {
 	processed, produced := c.dialect.Quote(c.processed), c.dialect.Quote(c.produced)
-	now := map[Dialect]string{
-		PostgreSQL: "clock_timestamp()",
-		MySQL:      "UTC_TIMESTAMP(6)",
-		SQLite:     "strftime('%Y-%m-%d %H:%M:%f', 'now')",
-	}[c.dialect]
+	now := c.now()
 	insert := "INSERT INTO " + processed + " (consumer_name, message_key, fingerprint, processed_at) "
 
 	q := queries{rebind: c.dialect.Rebind}
@@ -64,13 +64,50 @@ func newQueries(c *config, mariaDB bool) queries {
 		q.claim = insert + "VALUES (?, ?, ?, " + now + ") ON CONFLICT (consumer_name, message_key) DO NOTHING"
 	}
 	q.claim = c.dialect.Rebind(q.claim)
-	q.stored = c.dialect.Rebind("SELECT c.fingerprint, o.topic, o.uuid, o.metadata, o.payload FROM " + processed + " c LEFT JOIN " + produced +
+	// Sorting is left to the reader: MariaDB would make a temporary table for it.
+	q.stored = c.dialect.Rebind("SELECT c.fingerprint, o.ordinal, o.topic, o.uuid, o.metadata, o.payload FROM " + processed + " c LEFT JOIN " + produced +
 		" o ON o.consumer_name = c.consumer_name AND o.message_key = c.message_key" +
-		" WHERE c.consumer_name = ? AND c.message_key = ? ORDER BY o.ordinal")
+		" WHERE c.consumer_name = ? AND c.message_key = ?")
 	q.output = "INSERT INTO " + produced + " (consumer_name, message_key, ordinal, topic, uuid, metadata, payload, created_at) VALUES "
 	q.row = "(?, ?, ?, ?, ?, ?, ?, " + now + ")"
 	q.forgetSQL = "DELETE FROM " + produced + " WHERE "
+	q.setAttempts(c)
 	return q
+}
+
+// now is the database's clock at the time of the statement, in the form of the
+// time columns.
+func (c *config) now() string {
+	return map[Dialect]string{
+		PostgreSQL: "clock_timestamp()",
+		MySQL:      "UTC_TIMESTAMP(6)",
+		SQLite:     "strftime('%Y-%m-%d %H:%M:%f', 'now')",
+	}[c.dialect]
+}
+
+// fromNow is now and d, which may be negative. An index can be searched for it:
+// that is why it is not clock_timestamp, which PostgreSQL would ask for each row.
+func (c *config) fromNow(d time.Duration) string {
+	switch c.dialect {
+	case PostgreSQL:
+		return fmt.Sprintf("(statement_timestamp() + interval '%d microseconds')", d.Microseconds())
+	case MySQL:
+		return fmt.Sprintf("(UTC_TIMESTAMP(6) + INTERVAL %d MICROSECOND)", d.Microseconds())
+	default:
+		return fmt.Sprintf("strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '%+.3f seconds')", d.Seconds())
+	}
+}
+
+// age is the microseconds from a time column's value to now.
+func (c *config) age(column string) string {
+	switch c.dialect {
+	case PostgreSQL:
+		return "CAST(EXTRACT(EPOCH FROM statement_timestamp() - " + column + ") * 1000000 AS bigint)"
+	case MySQL:
+		return "TIMESTAMPDIFF(MICROSECOND, " + column + ", UTC_TIMESTAMP(6))"
+	default:
+		return "CAST((julianday('now') - julianday(" + column + ")) * 86400000000 AS INTEGER)"
+	}
 }
 
 func milliseconds(d time.Duration) string {

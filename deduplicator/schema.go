@@ -28,7 +28,7 @@ var schemas embed.FS
 
 // Schema returns the SQL statements that create the store's tables and indexes,
 // for a migration tool of your own. They change nothing that exists. Of the
-// options only [WithTables] matters. It returns [ErrInvalidOption].
+// options only those that name tables matter. It returns [ErrInvalidOption].
 func Schema(dialect Dialect, opts ...Option) (string, error) {
 	cfg, err := newConfig(dialect, opts)
 	if err != nil {
@@ -49,6 +49,10 @@ func (c *config) schema() string {
 		"{produced}", c.dialect.Quote(c.produced),
 		"{produced_base}", c.dialect.Quote(sqldb.Base(c.produced)),
 		"{produced_index}", c.index(c.produced, "_created_at"),
+		"{leases}", c.dialect.Quote(c.leases),
+		"{attempts}", c.dialect.Quote(c.attempts),
+		"{attempts_base}", c.dialect.Quote(sqldb.Base(c.attempts)),
+		"{attempts_index}", c.index(c.attempts, "_updated_at"),
 	).Replace(string(text))
 }
 
@@ -98,6 +102,8 @@ func (c *config) check(ctx context.Context, db *sql.DB) error {
 			"consumer_name", "message_key", "processed_at", "fingerprint"),
 		sqldb.CheckColumns(ctx, db, c.dialect, c.produced, hint,
 			"consumer_name", "message_key", "ordinal", "topic", "uuid", "metadata", "payload", "created_at"),
+		sqldb.CheckColumns(ctx, db, c.dialect, c.leases, hint, "consumer_name", "token", "expires_at"),
+		sqldb.CheckColumns(ctx, db, c.dialect, c.attempts, hint, "consumer_name", "message_key", "attempts", "updated_at"),
 	); err != nil {
 		return fmt.Errorf("%w: %w", ErrSchema, err)
 	}

@@ -1,10 +1,12 @@
 package deduplicator
 
 import (
+	"cmp"
 	"context"
 	"database/sql"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -17,8 +19,10 @@ type SQLStore struct {
 	db      *sql.DB
 	config  *config
 	queries queries
+	known   *knownKeys
 
-	claimStmt *sql.Stmt // nil where the driver keeps prepared statements itself
+	// nil where the driver keeps prepared statements itself
+	claimStmt, storedStmt *sql.Stmt
 }
 
 // NewSQLStore returns a store on db. It asks the database for its version and
@@ -41,7 +45,7 @@ func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Optio
 	if err := cfg.check(ctx, db); err != nil {
 		return nil, err
 	}
-	s := &SQLStore{db: db, config: cfg}
+	s := &SQLStore{db: db, config: cfg, known: newKnownKeys(cfg.knownKeys)}
 	mariaDB := false
 	if dialect == MySQL {
 		var version string
@@ -57,6 +61,9 @@ func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Optio
 		if s.claimStmt, err = db.PrepareContext(ctx, s.queries.claim); err != nil {
 			return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
 		}
+		if s.storedStmt, err = db.PrepareContext(ctx, s.queries.stored); err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrUnavailable, errors.Join(err, s.claimStmt.Close()))
+		}
 	}
 	return s, nil
 }
@@ -66,25 +73,63 @@ func (s *SQLStore) Process(ctx context.Context, claim Claim, work Work) (Result,
 	if err := validate(claim); err != nil {
 		return Result{}, err
 	}
+	if err := s.config.checkTime(claim); err != nil {
+		return Result{}, err
+	}
+	if known, err := s.known.duplicate(claim); known {
+		return Result{Outcome: Duplicate}, err
+	}
+	if claim.Redelivered {
+		// When this fails, the transaction has the same failure or none.
+		result, known, err := s.stored(ctx, nil, claim)
+		if known && (err == nil || errors.Is(err, ErrConflict)) {
+			return result, err
+		}
+	}
+	if s.config.maxAttempts != nil {
+		return s.countedProcess(ctx, claim, work)
+	}
+	return s.process(ctx, claim, work)
+}
+
+// process runs attempts until one is not undone by other transactions.
+func (s *SQLStore) process(ctx context.Context, claim Claim, work Work) (result Result, err error) {
+	err = s.retry(ctx, func() (err error) {
+		result, err = s.attempt(ctx, claim, work)
+		return err
+	})
+	return result, err
+}
+
+// retry calls once again while other transactions make the database refuse it.
+func (s *SQLStore) retry(ctx context.Context, once func() error) error {
 	started := time.Now()
 	pauses := sqldb.Pauses()
 	for retries := 0; ; retries++ {
-		result, err := s.attempt(ctx, claim, work)
+		err := once()
 		again := errors.Is(err, errAgain)
 		if !again && !sqldb.Transient(err) || errors.Is(err, ErrInFlight) || retries >= s.config.txRetries && !again {
-			return result, err
+			return err
 		}
 		// SQLite has one writer: waiting for it is bounded by time, not by count.
 		if again && time.Since(started) > s.config.claimTimeout {
-			return Result{}, fmt.Errorf("%w: %w", ErrInFlight, err)
+			return fmt.Errorf("%w: %w", ErrInFlight, err)
 		}
-		timer := time.NewTimer(pauses.NextBackOff())
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
-			return Result{}, errors.Join(ctx.Err(), err)
+		if !pause(ctx, pauses.NextBackOff()) {
+			return errors.Join(ctx.Err(), err)
 		}
+	}
+}
+
+// pause waits for d or until ctx ends, and reports whether d passed.
+func pause(ctx context.Context, d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-ctx.Done():
+		return false
 	}
 }
 
@@ -109,7 +154,12 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 		return Result{}, s.claimError(ctx, err)
 	}
 	if !isNew {
-		return s.duplicate(ctx, tx, claim)
+		result, _, err := s.stored(ctx, tx, claim)
+		result.Outcome = Duplicate // also where its row was deleted just now
+		if err != nil {
+			result = Result{}
+		}
+		return result, err
 	}
 	outputs, err := work(sqldb.ContextWithTx(ctx, tx))
 	if err != nil {
@@ -123,6 +173,17 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 			return Result{}, fmt.Errorf("deduplicator: store outputs: %w", err)
 		}
 	}
+	if s.config.maxAttempts != nil {
+		if _, err := tx.ExecContext(ctx, s.queries.forgetAttempts, key(claim)...); err != nil {
+			switch {
+			case ctx.Err() != nil:
+				return Result{}, errors.Join(ctx.Err(), err)
+			case errors.Is(err, sql.ErrTxDone):
+				return Result{}, ErrTxEnded
+			}
+			return Result{}, fmt.Errorf("%w: forget attempts: %w", ErrNotCommitted, err)
+		}
+	}
 	if err := ctx.Err(); err != nil {
 		return Result{}, err // certainly not committed, which Commit could not say
 	}
@@ -130,6 +191,7 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 	if err := tx.Commit(); err != nil {
 		return s.commitFailed(ctx, claim, err)
 	}
+	s.known.committed(claim, claim.Fingerprint, len(outputs) > 0)
 	return Result{Outcome: Processed, Outputs: outputs}, nil
 }
 
@@ -162,38 +224,72 @@ func (s *SQLStore) claimError(ctx context.Context, err error) error {
 	return fmt.Errorf("%w: %w", ErrUnavailable, err)
 }
 
-// duplicate reads what is stored of a claim that is not new.
-func (s *SQLStore) duplicate(ctx context.Context, tx *sql.Tx, claim Claim) (Result, error) {
-	rows, err := tx.QueryContext(ctx, s.queries.stored, key(claim)...)
+// stored reads what is committed of a claim, in tx or, if that is nil, by itself:
+// whether it is, and then its outputs or that it is a conflict.
+func (s *SQLStore) stored(ctx context.Context, tx *sql.Tx, claim Claim) (result Result, known bool, err error) {
+	var rows *sql.Rows
+	switch args := key(claim); {
+	case s.storedStmt != nil && tx != nil:
+		rows, err = tx.StmtContext(ctx, s.storedStmt).QueryContext(ctx, args...)
+	case s.storedStmt != nil:
+		rows, err = s.storedStmt.QueryContext(ctx, args...)
+	case tx != nil:
+		rows, err = tx.QueryContext(ctx, s.queries.stored, args...)
+	default:
+		rows, err = s.db.QueryContext(ctx, s.queries.stored, args...)
+	}
 	if err != nil {
-		return Result{}, s.claimError(ctx, err)
+		return Result{}, false, s.claimError(ctx, err)
 	}
 	defer rows.Close() //nolint:errcheck // rows.Err has the error of reading
-	result := Result{Outcome: Duplicate}
+	result.Outcome = Duplicate
+	var fingerprint []byte
+	var found []storedOutput
 	for rows.Next() {
-		var (
-			fingerprint, metadata, payload []byte
-			topic, uuid                    sql.NullString
-		)
-		if err := rows.Scan(&fingerprint, &topic, &uuid, &metadata, &payload); err != nil {
-			return Result{}, s.claimError(ctx, err)
+		var row storedOutput
+		if err := rows.Scan(&fingerprint, &row.ordinal, &row.topic, &row.uuid, &row.metadata, &row.payload); err != nil {
+			return Result{}, known, s.claimError(ctx, err)
 		}
-		if len(claim.Fingerprint) > 0 && len(fingerprint) > 0 && string(claim.Fingerprint) != string(fingerprint) {
-			return Result{}, &ConflictError{Consumer: claim.Consumer, Key: claim.Key, Stored: fingerprint, Got: claim.Fingerprint}
+		known = true
+		if claim.conflicts(string(fingerprint)) {
+			return Result{}, known, &ConflictError{Consumer: claim.Consumer, Key: claim.Key, Stored: fingerprint, Got: claim.Fingerprint}
 		}
-		if !topic.Valid { // the claim has no outputs
-			continue
+		if row.topic.Valid { // otherwise the claim has no outputs
+			found = append(found, row)
 		}
-		output := Output{Topic: topic.String, UUID: uuid.String, Payload: payload}
-		if output.Metadata, err = decodeMetadata(metadata); err != nil {
-			return Result{}, fmt.Errorf("deduplicator: stored output: %w", err)
+	}
+	if err := rows.Err(); err != nil {
+		return Result{}, known, s.claimError(ctx, err)
+	}
+	slices.SortFunc(found, func(a, b storedOutput) int { return cmp.Compare(a.ordinal.Int64, b.ordinal.Int64) })
+	for _, row := range found {
+		output, err := row.output()
+		if err != nil {
+			return Result{}, known, err
 		}
 		result.Outputs = append(result.Outputs, output)
 	}
-	if err := rows.Err(); err != nil {
-		return Result{}, s.claimError(ctx, err)
+	if known {
+		s.known.committed(claim, fingerprint, len(result.Outputs) > 0)
 	}
-	return result, nil
+	return result, known, nil
+}
+
+// storedOutput is a row of the table of outputs, or of NULLs from an outer join.
+type storedOutput struct {
+	ordinal           sql.NullInt64
+	topic, uuid       sql.NullString
+	metadata, payload []byte
+}
+
+var errDamaged = errors.New("deduplicator: stored output is damaged")
+
+func (row *storedOutput) output() (Output, error) {
+	metadata, err := decodeMetadata(row.metadata)
+	if err != nil {
+		return Output{}, fmt.Errorf("%w: %w", errDamaged, err)
+	}
+	return Output{Topic: row.topic.String, UUID: row.uuid.String, Metadata: metadata, Payload: row.payload}, nil
 }
 
 // recheckTimeout bounds the question whether a commit took place, beyond the
@@ -227,9 +323,6 @@ func (s *SQLStore) commitFailed(ctx context.Context, claim Claim, cause error) (
 	return Result{}, fmt.Errorf("%w: %w", ErrOutcomeUnknown, errors.Join(cause, err))
 }
 
-// forgetLimit is how long Forget gives way to other transactions.
-const forgetLimit = 5 * time.Second
-
 // Forget implements [Store].
 func (s *SQLStore) Forget(ctx context.Context, claims ...Claim) error {
 	for len(claims) > 0 {
@@ -238,16 +331,23 @@ func (s *SQLStore) Forget(ctx context.Context, claims ...Claim) error {
 		for _, claim := range claims[:n] {
 			args = append(args, key(claim)...)
 		}
-		err := sqldb.Retry(ctx, forgetLimit, func() error {
-			_, err := s.db.ExecContext(ctx, s.queries.forget(n), args...)
-			return err
-		})
-		if err != nil {
+		if _, err := s.exec(ctx, s.queries.forget(n), args...); err != nil {
 			return fmt.Errorf("deduplicator: forget outputs: %w", err)
 		}
+		s.known.forgotten(claims[:n])
 		claims = claims[n:]
 	}
 	return nil
+}
+
+// exec runs one statement in a transaction of its own, again while other
+// transactions make the database refuse it.
+func (s *SQLStore) exec(ctx context.Context, query string, args ...any) (result sql.Result, err error) {
+	err = s.retry(ctx, func() (err error) {
+		result, err = s.db.ExecContext(ctx, query, args...)
+		return err
+	})
+	return result, err
 }
 
 func validate(claim Claim) error {

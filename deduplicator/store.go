@@ -3,6 +3,7 @@ package deduplicator
 import (
 	"context"
 	"database/sql"
+	"time"
 
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 )
@@ -20,6 +21,15 @@ type Claim struct {
 	// Fingerprint identifies the content of the message, so that the same key
 	// with other content is noticed. Nil switches the check off.
 	Fingerprint []byte
+
+	// Time is when the message was first published, by any clock that is right to
+	// about half an hour. The zero time means that it is not known. Only a store
+	// that deletes claims looks at it: see [WithRetention].
+	Time time.Time
+
+	// Redelivered says that the message may have been processed before. It is a
+	// hint: the store may then look for the claim before it opens a transaction.
+	Redelivered bool
 }
 
 // Output is a message that the work wants to be published once its transaction
@@ -67,7 +77,9 @@ type Store interface {
 	//
 	// When it returns an error nothing is durable, except for
 	// [ErrOutcomeUnknown] and [ErrTxEnded]. An error of work comes back as it was. Others are:
-	// [ErrInvalidClaim]; [ErrConflict], the key is recorded with another
+	// [ErrInvalidClaim]; [ErrNoTime] and [ErrTooOld], of a store that deletes
+	// claims, before a transaction is opened; [ErrTooManyAttempts], of a store that
+	// counts them; [ErrConflict], the key is recorded with another
 	// fingerprint; [ErrInFlight], another transaction held the key for longer
 	// than the store waits; [ErrUnavailable], the database failed before work was
 	// called; [ErrNotCommitted], the commit was refused; [ErrTxEnded], work ended

@@ -10,6 +10,7 @@ import (
 	watermillmw "github.com/ThreeDotsLabs/watermill/message/router/middleware"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/internal/metadata"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
 
@@ -29,6 +30,7 @@ type deduplicate struct {
 	store       deduplicator.Store
 	key         deduplicator.KeyFunc
 	fingerprint deduplicator.FingerprintFunc
+	time        deduplicator.TimeFunc
 	consumer    string
 	handler     atomic.Pointer[string] // the one that uses consumer
 	forget      *forgetter
@@ -59,6 +61,14 @@ func WithFingerprint(fingerprint deduplicator.FingerprintFunc) DeduplicateOption
 	return deduplicateOptionFunc(func(d *deduplicate) { d.fingerprint = fingerprint })
 }
 
+// WithTime sets where the time is at which a message was first published, instead
+// of ordering.PublishedAtMetadata, which the subscribers of amqpshard and
+// kafkashard set. Only a store with [deduplicator.WithRetention] needs it. A
+// malformed time is a permanent error; a missing one is for the store to judge.
+func WithTime(time deduplicator.TimeFunc) DeduplicateOption {
+	return deduplicateOptionFunc(func(d *deduplicate) { d.time = time })
+}
+
 // Deduplicate runs the handler in a transaction of store that also claims the
 // message's key: see [deduplicator.Store]. A message whose key is claimed already
 // is acknowledged, its handler not called. Messages that the handler returns are
@@ -67,12 +77,14 @@ func WithFingerprint(fingerprint deduplicator.FingerprintFunc) DeduplicateOption
 //
 // Everything that goes wrong rolls the transaction back: an error, a panic, a
 // Goexit, the end of the message's context. A message without a key and one with
-// the key of another message are permanent errors.
+// the key of another message are permanent errors, and so are, for a store with
+// [deduplicator.WithRetention], one that is too old and one of unknown age.
 //
 // The transaction is what [Tx] returns. Middlewares added after this one run
 // inside it.
 func Deduplicate(store deduplicator.Store, opts ...DeduplicateOption) Link {
 	d := &deduplicate{store: store, fingerprint: deduplicator.PayloadFingerprint, forget: &forgetter{store: store}}
+	d.time = deduplicator.TimeFromMetadata(ordering.PublishedAtMetadata)
 	for _, opt := range opts {
 		opt.applyDeduplicate(d)
 	}
@@ -82,6 +94,9 @@ func Deduplicate(store deduplicator.Store, opts ...DeduplicateOption) Link {
 	}
 	if d.key == nil {
 		errs = append(errs, errors.New("no key: use WithKey"))
+	}
+	if d.time == nil {
+		errs = append(errs, errors.New("WithTime: function is nil"))
 	}
 	return Link{name: "Deduplicate", rank: rankDeduplicate, middleware: d.middleware, err: errors.Join(errs...)}
 }
@@ -95,6 +110,7 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 		}
 		var produced []*message.Message // of the last attempt
 		state := deliveryFrom(ctx)
+		claim.Redelivered = state.unknown || msg.Metadata.Get(metadata.Redelivered) == "true"
 		payload := msg.Payload
 		result, err := d.store.Process(ctx, claim, func(txCtx context.Context) ([]deduplicator.Output, error) {
 			state.outcome = Processed
@@ -122,6 +138,7 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 			state.outcome = Stale
 			return nil, nil
 		case err != nil:
+			state.unknown = state.unknown || errors.Is(err, deduplicator.ErrOutcomeUnknown)
 			return nil, err
 		case result.Outcome == deduplicator.Duplicate:
 			state.outcome = Duplicate
@@ -161,6 +178,9 @@ func (d *deduplicate) claim(ctx context.Context, msg *message.Message) (deduplic
 		return deduplicator.Claim{}, Permanent(deduplicator.ErrNoKey)
 	}
 	claim := deduplicator.Claim{Consumer: consumer, Key: key}
+	if claim.Time, err = d.time(msg); err != nil {
+		return deduplicator.Claim{}, Permanent(err)
+	}
 	if d.fingerprint != nil {
 		claim.Fingerprint = d.fingerprint(msg)
 	}

@@ -83,6 +83,9 @@ func TestOutcomes(t *testing.T) {
 		"own cancel":  {handler: failUntil(100, context.Canceled), outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, calls: 4, parked: "context canceled"},
 		"conflict":    {store: &deduplicator.ConflictError{Consumer: "stock", Key: "a"}, outcomes: []middleware.Outcome{"conflict"}, parked: "other content"},
 		"bad commit":  {store: deduplicator.ErrNotCommitted, outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, parked: "not committed"},
+		"too old":     {store: deduplicator.ErrTooOld, outcomes: []middleware.Outcome{"parked"}, parked: "too old to prove"},
+		"no time":     {store: deduplicator.ErrNoTime, outcomes: []middleware.Outcome{"parked"}, parked: "time of the message"},
+		"too often":   {store: deduplicator.ErrTooManyAttempts, outcomes: []middleware.Outcome{"parked"}, parked: "too many attempts"},
 		"in flight":   {store: deduplicator.ErrInFlight, outcomes: []middleware.Outcome{"retried", "retried", "retried", "in_flight"}},
 	} {
 		t.Run(name, func(t *testing.T) {

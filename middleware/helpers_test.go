@@ -23,7 +23,8 @@ type memoryStore struct {
 	mu      sync.Mutex
 	claims  map[string]*record
 	forgot  []deduplicator.Claim
-	failing error // returned instead of processing
+	seen    []deduplicator.Claim // by Process
+	failing error                // returned instead of processing
 }
 
 type record struct {
@@ -36,6 +37,7 @@ func newMemoryStore() *memoryStore { return &memoryStore{claims: map[string]*rec
 func (s *memoryStore) Process(ctx context.Context, claim deduplicator.Claim, work deduplicator.Work) (deduplicator.Result, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.seen = append(s.seen, claim)
 	if s.failing != nil {
 		return deduplicator.Result{}, s.failing
 	}
@@ -61,6 +63,13 @@ func (s *memoryStore) Forget(_ context.Context, claims ...deduplicator.Claim) er
 		s.claims[claim.Consumer+"/"+claim.Key].outputs = nil
 	}
 	return nil
+}
+
+// saw returns the claims that Process got.
+func (s *memoryStore) saw() []deduplicator.Claim {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.seen)
 }
 
 func (s *memoryStore) fail(err error) {

@@ -149,6 +149,7 @@ type delivery struct {
 	attempt   int
 	parked    error // why the message is in the poison queue
 	ahead     bool  // earlier messages of the producer are missing
+	unknown   bool  // an attempt may have been committed
 
 	sequenced sequenced
 }

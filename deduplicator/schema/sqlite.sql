@@ -18,4 +18,20 @@ CREATE TABLE IF NOT EXISTS {produced} (
     created_at    TEXT NOT NULL,
     PRIMARY KEY (consumer_name, message_key, ordinal)
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS {produced_index} ON {produced_base} (created_at);
+CREATE INDEX IF NOT EXISTS {produced_index} ON {produced_base} (consumer_name, ordinal, created_at);
+
+CREATE TABLE IF NOT EXISTS {leases} (
+    consumer_name TEXT NOT NULL,
+    token         TEXT NOT NULL,
+    expires_at    TEXT NOT NULL,
+    PRIMARY KEY (consumer_name)
+) WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS {attempts} (
+    consumer_name TEXT NOT NULL,
+    message_key   TEXT NOT NULL,
+    attempts      INTEGER NOT NULL,
+    updated_at    TEXT NOT NULL,
+    PRIMARY KEY (consumer_name, message_key)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS {attempts_index} ON {attempts_base} (updated_at);

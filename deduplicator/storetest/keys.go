@@ -71,7 +71,9 @@ func testKeys(k *kit) {
 
 func testConsumers(k *kit) {
 	claim := func(name string) deduplicator.Claim {
-		return deduplicator.Claim{Consumer: name, Key: k.consumer} // the key keeps tests apart
+		claim := k.claim(k.consumer) // the key keeps tests apart
+		claim.Consumer = name
+		return claim
 	}
 	for i, name := range names() {
 		k.processed(claim(name), k.write(fmt.Sprint(i)))

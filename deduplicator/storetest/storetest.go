@@ -33,6 +33,14 @@ type Subject struct {
 	// enough for every test and keeps them short.
 	ClaimTimeout time.Duration
 
+	// Retention is how old a claim may be that the store accepts. 0 leaves out the
+	// tests about it: the store keeps claims for ever.
+	Retention time.Duration
+
+	// MaxAttempts is after how many attempts the store refuses a claim, 100 or more
+	// since many copies at once are attempts too. 0 leaves out the tests about it.
+	MaxAttempts int
+
 	// Write records an effect in the transaction that ctx carries.
 	Write func(ctx context.Context, effect string) error
 
@@ -107,6 +115,10 @@ var suite = []testCase{
 	{name: "B37 B40 B41 B42 consumers are exact", run: testConsumers},
 	{name: "B44 the same key with other content is a conflict", run: testFingerprint},
 
+	{name: "a claim that may be redelivered has the same outcomes", run: testRedelivered},
+	{name: "B101 a claim that is too old or of unknown age is refused", run: testRetention, needs: func(s Subject) bool { return s.Retention > 0 }},
+	{name: "a claim that always fails is refused in the end", run: testAttempts, needs: func(s Subject) bool { return s.MaxAttempts > 0 }},
+
 	{name: "B09 outputs come back with a duplicate as they were", run: testOutputs},
 	{name: "B10 a thousand outputs keep their order", run: testManyOutputs},
 	{name: "outputs of an attempt that failed are not stored", run: testFailedOutputs},
@@ -125,7 +137,7 @@ type kit struct {
 }
 
 func (k *kit) claim(key string) deduplicator.Claim {
-	return deduplicator.Claim{Consumer: k.consumer, Key: key}
+	return deduplicator.Claim{Consumer: k.consumer, Key: key, Time: time.Now()}
 }
 
 // effect is a name of this test's own.

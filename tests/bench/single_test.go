@@ -33,8 +33,10 @@ const entities = 100
 
 // variant is one way to handle a message.
 type variant struct {
-	name   string
-	handle func(msg *message.Message) error
+	name    string
+	prepare func(msg *message.Message) error // before the clock runs; may be nil
+	handle  func(msg *message.Message) error
+	finish  func() error // after a block, while the clock runs; may be nil
 
 	times  []time.Duration // of each block
 	allocs uint64
@@ -50,7 +52,11 @@ type variant struct {
 //
 // x-NAME is by-hand's time divided by NAME's, the median over the blocks, so
 // higher is faster; allocs-NAME is allocations per message.
-func BenchmarkSingle(b *testing.B) {
+func BenchmarkSingle(b *testing.B) { compare(b, variants) }
+
+// compare runs the variants in turn, on one driver for each kind of database.
+func compare(b *testing.B, variants func(b *testing.B, driver testdb.Driver) []variant) {
+	b.Helper()
 	for _, driver := range testdb.Servers {
 		b.Run(driver.Name, func(b *testing.B) {
 			variants := variants(b, driver)
@@ -77,12 +83,25 @@ func (v *variant) run(b *testing.B, sequence *int) {
 		msg.SetContext(b.Context())
 		messages[i] = msg
 	}
+	for _, msg := range messages {
+		if v.prepare == nil {
+			break
+		}
+		if err := v.prepare(msg); err != nil {
+			b.Fatalf("%s: prepare: %v", v.name, err)
+		}
+	}
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
 	started := time.Now()
 	for _, msg := range messages {
 		if err := v.handle(msg); err != nil {
 			b.Fatalf("%s: %v", v.name, err)
+		}
+	}
+	if v.finish != nil {
+		if err := v.finish(); err != nil {
+			b.Fatalf("%s: finish: %v", v.name, err)
 		}
 	}
 	v.times = append(v.times, time.Since(started))
@@ -106,86 +125,119 @@ func report(b *testing.B, variants []variant) {
 	}
 }
 
-func variants(b *testing.B, driver testdb.Driver) []variant {
-	ctx := b.Context()
-	db := testdb.Open(b, driver)
-	require.NoError(b, deduplicator.Migrate(ctx, db, driver.Dialect))
-	require.NoError(b, ordering.Migrate(ctx, db, driver.Dialect))
-	store, err := deduplicator.NewSQLStore(ctx, db, driver.Dialect)
-	require.NoError(b, err)
-	versions, err := ordering.NewVersions(ctx, db, driver.Dialect)
-	require.NoError(b, err)
+// hand is a database with the tables of this module and of those who do without.
+type hand struct {
+	db      *sql.DB
+	dialect deduplicator.Dialect
+	insert  string // the claim
+}
 
-	exec := func(query string) {
-		_, err := db.ExecContext(ctx, query)
+func newHand(b *testing.B, driver testdb.Driver) *hand {
+	b.Helper()
+	ctx := b.Context()
+	h := &hand{db: testdb.Open(b, driver), dialect: driver.Dialect}
+	require.NoError(b, deduplicator.Migrate(ctx, h.db, driver.Dialect))
+	require.NoError(b, ordering.Migrate(ctx, h.db, driver.Dialect))
+	for _, query := range []string{
+		`CREATE TABLE stock (sku varchar(32) PRIMARY KEY, qty int NOT NULL)`,
+		`INSERT INTO stock (sku, qty) VALUES ('A', 1000000000)`,
+		`CREATE TABLE by_hand (consumer_name varchar(100) NOT NULL, message_key varchar(200) NOT NULL,` +
+			` processed_at timestamp NOT NULL DEFAULT CURRENT_TIMESTAMP, PRIMARY KEY (consumer_name, message_key))`,
+		`CREATE INDEX by_hand_processed_at ON by_hand (processed_at)`,
+		`CREATE TABLE outbox (id varchar(100) PRIMARY KEY, topic varchar(100) NOT NULL, payload varchar(1000) NOT NULL,` +
+			` created_at timestamp NOT NULL DEFAULT CURRENT_TIMESTAMP)`,
+	} {
+		_, err := h.db.ExecContext(ctx, query)
 		require.NoError(b, err)
 	}
-	exec(`CREATE TABLE stock (sku varchar(32) PRIMARY KEY, qty int NOT NULL)`)
-	exec(`INSERT INTO stock (sku, qty) VALUES ('A', 1000000000)`)
-	exec(`CREATE TABLE by_hand (consumer_name varchar(100) NOT NULL, message_key varchar(200) NOT NULL,` +
-		` processed_at timestamp NOT NULL DEFAULT CURRENT_TIMESTAMP, PRIMARY KEY (consumer_name, message_key))`)
-	exec(`CREATE INDEX by_hand_processed_at ON by_hand (processed_at)`)
-
-	const takeQuery = `UPDATE stock SET qty = qty - 1 WHERE sku = 'A'`
-	take := func(ctx context.Context, tx *sql.Tx) error {
-		_, err := tx.ExecContext(ctx, takeQuery)
-		return err
-	}
-	inTx := func(msg *message.Message, before func(ctx context.Context, tx *sql.Tx) (bool, error)) error {
-		ctx := msg.Context()
-		tx, err := db.BeginTx(ctx, nil)
-		if err != nil {
-			return err
-		}
-		defer tx.Rollback() //nolint:errcheck // after Commit it does nothing
-		if isNew, err := before(ctx, tx); err != nil || !isNew {
-			return err
-		}
-		if err := take(ctx, tx); err != nil {
-			return err
-		}
-		return tx.Commit()
-	}
-	insert := map[deduplicator.Dialect]string{
+	h.insert = map[deduplicator.Dialect]string{
 		deduplicator.PostgreSQL: `INSERT INTO by_hand (consumer_name, message_key) VALUES ($1, $2) ON CONFLICT DO NOTHING`,
 		deduplicator.MySQL:      `INSERT IGNORE INTO by_hand (consumer_name, message_key) VALUES (?, ?)`,
 		deduplicator.SQLite:     `INSERT INTO by_hand (consumer_name, message_key) VALUES (?, ?) ON CONFLICT DO NOTHING`,
 	}[driver.Dialect]
+	return h
+}
 
-	handler := func(msg *message.Message) ([]*message.Message, error) {
-		tx, _ := middleware.Tx(msg.Context())
-		return nil, take(msg.Context(), tx)
+func (h *hand) newStore(b *testing.B, opts ...deduplicator.Option) *deduplicator.SQLStore {
+	b.Helper()
+	store, err := deduplicator.NewSQLStore(b.Context(), h.db, h.dialect, opts...)
+	require.NoError(b, err)
+	return store
+}
+
+// take is what the handlers do.
+func take(ctx context.Context, tx *sql.Tx) error {
+	_, err := tx.ExecContext(ctx, `UPDATE stock SET qty = qty - 1 WHERE sku = 'A'`)
+	return err
+}
+
+// inTx commits what before, if it says so, take and after have done.
+func (h *hand) inTx(msg *message.Message, before func(context.Context, *sql.Tx, *message.Message) (bool, error),
+	after func(context.Context, *sql.Tx) error,
+) error {
+	ctx := msg.Context()
+	tx, err := h.db.BeginTx(ctx, nil)
+	if err != nil {
+		return err
 	}
-	chained := func(consumer string, links ...middleware.Link) func(msg *message.Message) error {
-		links = append([]middleware.Link{middleware.Deduplicate(store,
-			middleware.WithKey(deduplicator.FromMetadata("event_id")), middleware.WithConsumer(consumer))}, links...)
-		chain, err := middleware.Chain(links...)
-		require.NoError(b, err)
-		h := handler
-		for _, mw := range slices.Backward(chain) {
-			h = mw(h)
-		}
-		return func(msg *message.Message) error {
-			_, err := h(msg)
+	defer tx.Rollback() //nolint:errcheck // after Commit it does nothing
+	if isNew, err := before(ctx, tx, msg); err != nil || !isNew {
+		return err
+	}
+	if err := take(ctx, tx); err != nil {
+		return err
+	}
+	if after != nil {
+		if err := after(ctx, tx); err != nil {
 			return err
 		}
 	}
+	return tx.Commit()
+}
+
+func (h *hand) claim(ctx context.Context, tx *sql.Tx, msg *message.Message) (bool, error) {
+	result, err := tx.ExecContext(ctx, h.insert, "by-hand", msg.Metadata.Get("event_id"))
+	if err != nil {
+		return false, err
+	}
+	rows, err := result.RowsAffected()
+	return rows == 1, err
+}
+
+func (h *hand) byHand(msg *message.Message) error { return h.inTx(msg, h.claim, nil) }
+
+// chained is a handler in a chain of Deduplicate and links.
+func chained(b *testing.B, store deduplicator.Store, consumer string, links ...middleware.Link) func(msg *message.Message) error {
+	b.Helper()
+	links = append([]middleware.Link{middleware.Deduplicate(store,
+		middleware.WithKey(deduplicator.FromMetadata("event_id")), middleware.WithConsumer(consumer))}, links...)
+	chain, err := middleware.Chain(links...)
+	require.NoError(b, err)
+	h := message.HandlerFunc(func(msg *message.Message) ([]*message.Message, error) {
+		tx, _ := middleware.Tx(msg.Context())
+		return nil, take(msg.Context(), tx)
+	})
+	for _, mw := range slices.Backward(chain) {
+		h = mw(h)
+	}
+	return func(msg *message.Message) error {
+		_, err := h(msg)
+		return err
+	}
+}
+
+func variants(b *testing.B, driver testdb.Driver) []variant {
+	h := newHand(b, driver)
+	store := h.newStore(b)
+	versions, err := ordering.NewVersions(b.Context(), h.db, driver.Dialect)
+	require.NoError(b, err)
 	return []variant{
 		{name: "floor", handle: func(msg *message.Message) error {
-			return inTx(msg, func(context.Context, *sql.Tx) (bool, error) { return true, nil })
+			return h.inTx(msg, func(context.Context, *sql.Tx, *message.Message) (bool, error) { return true, nil }, nil)
 		}},
-		{name: "by-hand", handle: func(msg *message.Message) error {
-			return inTx(msg, func(ctx context.Context, tx *sql.Tx) (bool, error) {
-				result, err := tx.ExecContext(ctx, insert, "by-hand", msg.Metadata.Get("event_id"))
-				if err != nil {
-					return false, err
-				}
-				rows, err := result.RowsAffected()
-				return rows == 1, err
-			})
-		}},
-		{name: "deduplicate", handle: chained("deduplicate")},
-		{name: "stale", handle: chained("stale", middleware.RejectStale(versions,
+		{name: "by-hand", handle: h.byHand},
+		{name: "deduplicate", handle: chained(b, store, "deduplicate")},
+		{name: "stale", handle: chained(b, store, "stale", middleware.RejectStale(versions,
 			middleware.WithVersion(ordering.VersionFromMetadata("version"))))},
 	}
 }

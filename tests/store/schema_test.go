@@ -68,7 +68,9 @@ func TestSchemaThatIsNotReadySaysWhatIsMissing(t *testing.T) {
 		exec(t, db, "ALTER TABLE produced_messages RENAME COLUMN other TO uuid")
 		works(t, newStore(t, db, d))
 		exec(t, db, "DROP TABLE produced_messages")
-		refused("table produced_messages:")
+		exec(t, db, "DROP TABLE relay_leases")
+		exec(t, db, "ALTER TABLE message_attempts RENAME COLUMN attempts TO other")
+		refused("table produced_messages:", "table relay_leases:", "table message_attempts, column attempts:")
 
 		_, err := ordering.NewVersions(t.Context(), db, d.Dialect)
 		require.ErrorIs(t, err, ordering.ErrSchema)
@@ -111,7 +113,7 @@ func TestTablesMayHaveOtherNamesAndSchemas(t *testing.T) {
 			schema = testdb.Create(t, d).Name // not the one that unqualified names mean
 		}
 		db := testdb.Open(t, d)
-		long := strings.Repeat("t", 62)
+		long := strings.Repeat("t", 61)
 		for _, names := range [][2]string{
 			{"Handled", "Made"},
 			{"select", "table"},
@@ -123,11 +125,14 @@ func TestTablesMayHaveOtherNamesAndSchemas(t *testing.T) {
 			if d.Dialect == deduplicator.SQLite && names[0] == long+"a" {
 				continue // main is where it made them just now
 			}
-			opt := deduplicator.WithTables(names[0], names[1])
-			for range 2 {
-				migrate(t, db, d, opt)
+			opts := []deduplicator.Option{
+				deduplicator.WithTables(names[0], names[1]),
+				deduplicator.WithLeasesTable(names[0] + "l"), deduplicator.WithAttemptsTable(names[0] + "a"), deduplicator.WithMaxAttempts(3),
 			}
-			works(t, newStore(t, db, d, opt))
+			for range 2 {
+				migrate(t, db, d, opts...)
+			}
+			works(t, newStore(t, db, d, opts...))
 		}
 		_, err := deduplicator.NewSQLStore(t.Context(), db, d.Dialect)
 		require.ErrorIs(t, err, deduplicator.ErrSchema, "the default tables were created too")

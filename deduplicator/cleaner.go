@@ -1,0 +1,232 @@
+package deduplicator
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill/message"
+)
+
+// Defaults of [NewCleaner].
+const (
+	DefaultCleanInterval = 10 * time.Minute
+	DefaultCleanBatch    = 1000
+	DefaultCleanPause    = 50 * time.Millisecond
+)
+
+// MaxCleanBatch is the largest batch: a longer statement would be felt by handlers.
+const MaxCleanBatch = 100_000
+
+// Cleaner deletes claims that are older than the retention of a store, see
+// [WithRetention], and counts of attempts (see [WithMaxAttempts]) that are. It goes
+// by the database's clock and keeps rows for an hour longer than that, so that the
+// clocks of the processes may differ. A claim whose outputs are still stored is
+// kept until they are published.
+//
+// Several may work on one table at a time. It is safe for concurrent use.
+type Cleaner struct {
+	store    *SQLStore
+	interval time.Duration
+	batch    int
+	pause    time.Duration
+	observe  func(context.Context, CleanResult)
+
+	claims, attempts, oldest string // statements
+}
+
+// CleanResult is what one pass of a [Cleaner] did.
+type CleanResult struct {
+	Rows     int64         // claims that were deleted
+	Attempts int64         // counts of attempts that were deleted
+	Duration time.Duration // of the pass
+
+	// Oldest is the age of the oldest claim that is left; 0 if there is none. Where
+	// it grows beyond the retention and two hours, cleaning does not keep up.
+	Oldest time.Duration
+
+	Err error // what ended the pass early
+}
+
+// CleanerOption configures a [Cleaner].
+type CleanerOption interface{ applyCleaner(*Cleaner) }
+
+type cleanerOptionFunc func(*Cleaner)
+
+func (f cleanerOptionFunc) applyCleaner(c *Cleaner) { f(c) }
+
+// WithCleanBatch sets how many rows one statement deletes, 1 to [MaxCleanBatch],
+// and about how long the pause after it is, 0 or more, instead of
+// [DefaultCleanBatch] and [DefaultCleanPause].
+func WithCleanBatch(rows int, pause time.Duration) CleanerOption {
+	return cleanerOptionFunc(func(c *Cleaner) { c.batch, c.pause = rows, pause })
+}
+
+// WithCleanObserver sets a function that is called with the result of each pass,
+// by the goroutine of [Cleaner.Run], which waits for it: the seam for metrics and
+// logs.
+func WithCleanObserver(observe func(context.Context, CleanResult)) CleanerOption {
+	return cleanerOptionFunc(func(c *Cleaner) { c.observe = observe })
+}
+
+// NewCleaner returns a Cleaner for the tables of store, which must have a
+// retention. It returns [ErrInvalidOption], naming every wrong argument and
+// option.
+func NewCleaner(store *SQLStore, opts ...CleanerOption) (*Cleaner, error) {
+	c := &Cleaner{
+		store:    store,
+		interval: DefaultCleanInterval,
+		batch:    DefaultCleanBatch,
+		pause:    DefaultCleanPause,
+		observe:  func(context.Context, CleanResult) {},
+	}
+	for _, opt := range opts {
+		opt.applyCleaner(c)
+	}
+	if err := c.validate(); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, err)
+	}
+	cfg := store.config
+	unpublished := " AND NOT EXISTS (SELECT 1 FROM " + cfg.dialect.Quote(cfg.produced) + " o" +
+		" WHERE o.consumer_name = p.consumer_name AND o.message_key = p.message_key)"
+	c.claims = c.statement(cfg.processed, "processed_at", unpublished)
+	c.attempts = c.statement(cfg.attempts, "updated_at", "")
+	c.oldest = "SELECT " + cfg.age("MIN(processed_at)") + " FROM " + cfg.dialect.Quote(cfg.processed)
+	return c, nil
+}
+
+func (c *Cleaner) validate() error {
+	errs := []error{checkInterval(c.interval)}
+	if c.store == nil {
+		errs = append(errs, errors.New("store is nil"))
+	} else if c.store.config.retention == nil {
+		errs = append(errs, errors.New("store has no retention: use WithRetention"))
+	}
+	if c.batch < 1 || c.batch > MaxCleanBatch {
+		errs = append(errs, fmt.Errorf("WithCleanBatch: %d rows is not from 1 to %d", c.batch, MaxCleanBatch))
+	}
+	if c.pause < 0 {
+		errs = append(errs, fmt.Errorf("WithCleanBatch: pause %v is negative", c.pause))
+	}
+	if c.observe == nil {
+		errs = append(errs, errors.New("WithCleanObserver: function is nil"))
+	}
+	return errors.Join(errs...)
+}
+
+// statement deletes one batch, oldest first, by the index on the time column.
+func (c *Cleaner) statement(table, column, condition string) string {
+	cfg := c.store.config
+	quoted := cfg.dialect.Quote(table)
+	end := cfg.fromNow(-*cfg.retention - cleanMargin)
+	batch := column + " < " + end + condition +
+		fmt.Sprintf(" ORDER BY %s LIMIT %d", column, c.batch)
+	switch cfg.dialect {
+	case PostgreSQL:
+		// Rows that another cleaner is at are skipped, not waited for. Those that are
+		// locked here stay where they are, so that ctid finds them.
+		return "DELETE FROM " + quoted + " WHERE ctid = ANY (ARRAY(SELECT ctid FROM " + quoted + " p WHERE " + batch +
+			" FOR UPDATE OF p SKIP LOCKED))"
+	case MySQL:
+		// A DELETE with ORDER BY and LIMIT would read and lock the whole table where
+		// the optimizer thinks that most rows are due. This subquery is answered from
+		// the index alone. Cleaners lock rows in its order, so they wait for each other
+		// and don't deadlock. A key may have been deleted and claimed anew meanwhile, so
+		// the time is compared again, in a way that no index serves.
+		return "DELETE d FROM (SELECT consumer_name, message_key FROM " + quoted + " p WHERE " + batch + ") b STRAIGHT_JOIN " + quoted +
+			" d ON d.consumer_name = b.consumer_name AND d.message_key = b.message_key AND d." + column + " + INTERVAL 0 SECOND < " + end
+	default:
+		return "DELETE FROM " + quoted + " WHERE (consumer_name, message_key) IN (SELECT consumer_name, message_key FROM " +
+			quoted + " p WHERE " + batch + ")"
+	}
+}
+
+// Run cleans until ctx ends.
+func (c *Cleaner) Run(ctx context.Context) { c.run(ctx, c.observe) }
+
+// Plugin runs the Cleaner as long as a Router: router.AddPlugin(cleaner.Plugin).
+// Router.Close waits for it. The Router's logger gets the errors of its passes.
+func (c *Cleaner) Plugin(router *message.Router) error {
+	return plugin(router, "deduplicator cleaner", func(ctx context.Context) {
+		c.run(ctx, func(ctx context.Context, result CleanResult) {
+			if result.Err != nil && ctx.Err() == nil {
+				router.Logger().Error("Cleaning of processed messages failed", result.Err, nil)
+			}
+			c.observe(ctx, result)
+		})
+	})
+}
+
+func (c *Cleaner) run(ctx context.Context, observe func(context.Context, CleanResult)) {
+	loop(ctx, c.interval, func(ctx context.Context) bool {
+		result, err := c.Clean(ctx)
+		observe(ctx, result)
+		return err == nil
+	})
+}
+
+// Clean deletes all rows that are due, in small batches with pauses between them.
+// When ctx ends or the database fails it returns the error with what it did until
+// then: each batch is durable by itself.
+func (c *Cleaner) Clean(ctx context.Context) (CleanResult, error) {
+	started := time.Now()
+	var result CleanResult
+	err := c.deleteAll(ctx, c.claims, &result.Rows)
+	if err == nil {
+		err = c.deleteAll(ctx, c.attempts, &result.Attempts)
+	}
+	if err == nil {
+		var age sql.NullInt64
+		err = c.store.db.QueryRowContext(ctx, c.oldest).Scan(&age)
+		result.Oldest = time.Duration(age.Int64) * time.Microsecond
+	}
+	if err != nil {
+		err = fmt.Errorf("deduplicator: clean: %w", err)
+	}
+	result.Duration, result.Err = time.Since(started), err
+	return result, err
+}
+
+func (c *Cleaner) deleteAll(ctx context.Context, statement string, rows *int64) error {
+	for {
+		n, err := c.delete(ctx, statement)
+		if err != nil {
+			return err
+		}
+		*rows += n
+		if n == 0 { // fewer than a batch can be what another cleaner has left
+			return nil
+		}
+		if !pause(ctx, c.pause/2+rand.N(c.pause+1)) { //nolint:gosec // jitter is no secret
+			return ctx.Err()
+		}
+	}
+}
+
+// delete runs one batch at read committed: MySQL's default would also lock the
+// gaps between the rows.
+func (c *Cleaner) delete(ctx context.Context, statement string) (n int64, err error) {
+	err = c.store.retry(ctx, func() error {
+		opts := &sql.TxOptions{Isolation: sql.LevelReadCommitted}
+		if c.store.config.dialect == SQLite {
+			opts = nil
+		}
+		tx, err := c.store.db.BeginTx(ctx, opts)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = tx.Rollback() }() // after Commit it does nothing
+		result, err := tx.ExecContext(ctx, statement)
+		if err != nil {
+			return err
+		}
+		if n, err = result.RowsAffected(); err != nil {
+			return err
+		}
+		return tx.Commit()
+	})
+	return n, err
+}
