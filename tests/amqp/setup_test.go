@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net"
 	"net/url"
-	"os"
 	"sync"
 	"testing"
 	"time"
@@ -20,6 +19,7 @@ import (
 
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering/amqpshard"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/services"
 )
 
 var _ stock.Marshaler = amqpshard.Marshaler{}
@@ -29,13 +29,20 @@ const timeout = 30 * time.Second
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-func brokerURL(t *testing.T) string {
+// server is a broker that the suite runs on.
+type server services.Name
+
+func (on server) url(t *testing.T) string {
 	t.Helper()
-	address := os.Getenv("TEST_AMQP_URL")
-	if address == "" {
-		t.Fatal("TEST_AMQP_URL is not set: `make services` starts RabbitMQ and says how to set it")
+	return services.Value(t, services.Name(on))
+}
+
+// onEach runs test on RabbitMQ 3 and 4.
+func onEach(t *testing.T, test func(t *testing.T, on server)) {
+	t.Helper()
+	for _, name := range []services.Name{services.AMQP, services.AMQP4} {
+		t.Run(string(name), func(t *testing.T) { test(t, server(name)) })
 	}
-	return address
 }
 
 // fixture is one topic with a raw connection to look behind the broker's back.
@@ -46,9 +53,9 @@ type fixture struct {
 	raw   *amqp.Connection
 }
 
-func setup(t *testing.T) *fixture {
+func setup(t *testing.T, on server) *fixture {
 	t.Parallel()
-	f := &fixture{T: t, url: brokerURL(t), topic: "test." + watermill.NewShortUUID()}
+	f := &fixture{T: t, url: on.url(t), topic: "test." + watermill.NewShortUUID()}
 	var err error
 	f.raw, err = amqp.Dial(f.url)
 	require.NoError(t, err)
@@ -110,6 +117,12 @@ func (f *fixture) depth(queues ...string) int {
 		}
 	})
 	return sum
+}
+
+// eventuallyDepth waits until the queues hold n ready messages.
+func (f *fixture) eventuallyDepth(n int, queues ...string) {
+	f.Helper()
+	require.Eventually(f, func() bool { return f.depth(queues...) == n }, timeout, 10*time.Millisecond, "%v", queues)
 }
 
 func (f *fixture) subscribe(broker *amqpshard.Broker) <-chan *message.Message {
