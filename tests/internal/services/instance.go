@@ -170,7 +170,7 @@ func (in *Instance) Tool(ctx context.Context, program string, args ...string) (s
 	if in.def.root == "" {
 		program = find(program)
 	} else {
-		program = "/usr/sbin/" + program
+		program = "/usr/lib/rabbitmq/bin/" + program
 	}
 	cmd, closeLog, err := in.prepared(ctx, append([]string{program}, args...))
 	if err != nil {
