@@ -47,7 +47,11 @@ func TestUnroutable(t *testing.T) {
 					require.NoError(t, err)
 				}
 			})
-			require.ErrorIs(t, broker.Publisher().Publish(f.topic, newMessage("a", "")), amqpshard.ErrUnroutable)
+			err := broker.Publisher().Publish(f.topic, newMessage("a", ""))
+			var failed *amqpshard.PublishError
+			require.ErrorAs(t, err, &failed)
+			require.Len(t, failed.Unconfirmed, 1)
+			require.ErrorContains(t, err, "<topic>.<group>.unrouted")
 		})
 		t.Run("among others", func(t *testing.T) {
 			// Publishers of two topics share the channel: each gets its own returns.
@@ -180,7 +184,7 @@ func TestPublishTimeout(t *testing.T) {
 		p := f.newProxy()
 		broker := f.open("group", p.through, func(c *amqpshard.Config) { c.PublishTimeout = time.Second })
 		require.NoError(t, broker.Declare(t.Context(), f.topic))
-		require.NoError(t, broker.Publisher().Publish(f.topic, newMessage("a", "before")))
+		f.publish(broker, newMessage("a", "before"))
 
 		p.stall()
 		var wg sync.WaitGroup
@@ -204,9 +208,9 @@ func TestPublishSaysWhatIsUnconfirmed(t *testing.T) {
 	onEach(t, func(t *testing.T, on server) {
 		f := setup(t, on)
 		p := f.newProxy()
-		broker := f.open("group", p.through, func(c *amqpshard.Config) { c.PublishTimeout = 300 * time.Millisecond })
+		broker := f.open("group", p.through, func(c *amqpshard.Config) { c.PublishTimeout = time.Second })
 		require.NoError(t, broker.Declare(t.Context(), f.topic))
-		require.NoError(t, broker.Publisher().Publish(f.topic, newMessage("a", "before")))
+		f.publish(broker, newMessage("a", "before"))
 		p.stall()
 		msg := newMessage("a", "")
 		err := broker.Publisher().Publish(f.topic, msg)
@@ -214,7 +218,7 @@ func TestPublishSaysWhatIsUnconfirmed(t *testing.T) {
 		require.ErrorAs(t, err, &failed)
 		require.Equal(t, []string{msg.UUID}, failed.Unconfirmed)
 		require.ErrorContains(t, err, "may or may not be stored")
-		require.ErrorContains(t, err, "not confirmed within 300ms")
+		require.ErrorContains(t, err, "not confirmed within 1s")
 
 		// The next one can't even connect.
 		err = broker.Publisher().Publish(f.topic, msg)

@@ -136,8 +136,9 @@ func TestForeignMessages(t *testing.T) {
 		f := setup(t, on)
 		broker := f.open("group")
 		messages := f.subscribe(broker)
+		slot := strconv.Itoa(ordering.Shard("a", amqpshard.SlotCount)) // matters to Slots alone
 		f.with(func(ch *amqp.Channel) {
-			require.NoError(t, ch.Publish(f.topic, "", true, false, amqp.Publishing{
+			require.NoError(t, ch.Publish(f.topic, slot, true, false, amqp.Publishing{
 				Headers: amqp.Table{
 					ordering.PartitionKeyMetadata: "a", "n": int32(1), "null": nil, "yes": true, "float": 1.5,
 					"decimal": amqp.Decimal{Scale: 1, Value: 15}, "at": time.Unix(0, 0), "table": amqp.Table{"list": []any{int64(1), "x"}},
@@ -155,7 +156,7 @@ func TestForeignMessages(t *testing.T) {
 
 		f.with(func(ch *amqp.Channel) {
 			expiring, err := ch.QueueDeclare("", false, true, true, false, amqp.Table{
-				"x-message-ttl": int32(1), "x-dead-letter-exchange": f.topic,
+				"x-message-ttl": int32(1), "x-dead-letter-exchange": f.topic, "x-dead-letter-routing-key": slot,
 			})
 			require.NoError(t, err)
 			require.NoError(t, ch.Publish("", expiring.Name, true, false, amqp.Publishing{
@@ -396,13 +397,8 @@ func TestRouter(t *testing.T) {
 		broker := f.open("group")
 		out := f.topic + ".out"
 		f.Cleanup(func() {
-			f.with(func(ch *amqp.Channel) {
-				_ = ch.ExchangeDelete(out, false, false)
-				_ = ch.ExchangeDelete(out+".group", false, false)
-				for _, suffix := range []string{"000", "001", "dead"} {
-					_, _ = ch.QueueDelete(out+".group."+suffix, false, false, false)
-				}
-			})
+			f.with(func(ch *amqp.Channel) { _ = ch.ExchangeDelete(out, false, false) })
+			f.drop(out, "group", 2)
 		})
 		require.NoError(t, broker.Declare(t.Context(), f.topic, out))
 		router, err := message.NewRouter(message.RouterConfig{}, watermill.NopLogger{})

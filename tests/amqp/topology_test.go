@@ -75,6 +75,39 @@ func TestDeclareAtTheSameTime(t *testing.T) {
 	})
 }
 
+// RabbitMQ 4.0 does not stand two declarations of one quorum queue at once, so a
+// group is declared by one process after the other.
+func TestOneDeclaresAtATime(t *testing.T) {
+	onEach(t, func(t *testing.T, on server) {
+		f := setup(t, on)
+		broker := f.open("group")
+		declared := make(chan error, 1)
+		f.with(func(ch *amqp.Channel) {
+			lock := f.topic + ".group.lock"
+			_, err := ch.QueueDeclare(lock, false, false, true, false, nil)
+			require.NoError(t, err)
+			ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+			defer cancel()
+			require.ErrorIs(t, broker.Declare(ctx, f.topic), context.DeadlineExceeded)
+			go func() { declared <- broker.Declare(t.Context(), f.topic) }()
+			select {
+			case err := <-declared:
+				require.Fail(t, "declared while another one did", "%v", err)
+			case <-time.After(300 * time.Millisecond):
+			}
+			_, err = ch.QueueDelete(lock, false, false, false)
+			require.NoError(t, err)
+		})
+		select {
+		case err := <-declared:
+			require.NoError(t, err)
+		case <-time.After(timeout):
+			require.Fail(t, "the lock was not taken")
+		}
+		require.NoError(t, broker.Declare(t.Context(), f.topic), "and is free again")
+	})
+}
+
 func TestDeclareRefusesOtherSettings(t *testing.T) {
 	onEach(t, func(t *testing.T, on server) {
 		t.Run("queue", func(t *testing.T) {
@@ -110,7 +143,7 @@ func TestDeclareRefusesOtherSettings(t *testing.T) {
 			broker := f.open("group", func(c *amqpshard.Config) { c.Shards = 5 })
 			err := broker.Declare(t.Context(), f.topic)
 			require.ErrorIs(t, err, amqpshard.ErrTopology)
-			require.ErrorContains(t, err, "has 2 shard queues")
+			require.ErrorContains(t, err, "has 2 shards")
 			require.ErrorContains(t, err, "Shards is 5")
 			_, err = broker.Subscriber().Subscribe(t.Context(), f.topic)
 			require.ErrorIs(t, err, amqpshard.ErrTopology)
@@ -120,7 +153,7 @@ func TestDeclareRefusesOtherSettings(t *testing.T) {
 			require.NoError(t, f.open("group", func(c *amqpshard.Config) { c.Shards = 5 }).Declare(t.Context(), f.topic))
 			err := f.open("group").Declare(t.Context(), f.topic)
 			require.ErrorIs(t, err, amqpshard.ErrTopology)
-			require.ErrorContains(t, err, "has 5 shard queues")
+			require.ErrorContains(t, err, "has 5 shards")
 			require.ErrorContains(t, err, "Shards is 2")
 		})
 	})
