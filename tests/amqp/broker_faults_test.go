@@ -25,6 +25,7 @@ import (
 // Faults of a whole broker: one server of its own for each version, which the
 // subtests break one after the other.
 func TestBrokerFaults(t *testing.T) {
+	t.Parallel()
 	for _, name := range []services.Name{services.AMQP, services.AMQP4} {
 		t.Run(string(name), func(t *testing.T) {
 			t.Parallel()

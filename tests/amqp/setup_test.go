@@ -3,6 +3,7 @@ package amqp_test
 
 import (
 	"context"
+	"flag"
 	"fmt"
 	"net"
 	"net/url"
@@ -30,7 +31,15 @@ const timeout = 30 * time.Second
 // minPoll is how often an eventual state is looked at.
 const minPoll = 10 * time.Millisecond
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+// TestMain runs more tests at a time than there are processors: they wait most of
+// the time.
+func TestMain(m *testing.M) {
+	flag.Parse()
+	if f := flag.Lookup("test.parallel"); f.Value.String() == f.DefValue {
+		_ = f.Value.Set("8")
+	}
+	goleak.VerifyTestMain(m)
+}
 
 // server is a broker that the suite runs on, and the routing of its groups.
 type server struct {
@@ -46,6 +55,7 @@ func (on server) url(t *testing.T) string {
 // onEach runs test on RabbitMQ 3 and 4, with either routing.
 func onEach(t *testing.T, test func(t *testing.T, on server)) {
 	t.Helper()
+	t.Parallel()
 	onServers(t, []server{
 		{services.AMQP, amqpshard.ConsistentHash}, {services.AMQP4, amqpshard.ConsistentHash}, {services.AMQP4, amqpshard.Slots},
 	}, test)
