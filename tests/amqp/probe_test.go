@@ -73,6 +73,11 @@ func TestSilentShardRefusesTheStart(t *testing.T) {
 		require.Zero(t, f.depth(append(f.queues("group", 2), f.queues("other", 2)...)...))
 		require.Zero(t, f.depth(group+".dead", group+".unrouted", f.topic+".other.unrouted"))
 
+		if on.routing == amqpshard.ConsistentHash { // else it was bound before
+			require.NoError(t, other.Publisher().Publish(f.topic, newMessage("a", "")))
+			require.Zero(t, f.depth(f.queues("group", 2)...), "the group is not bound to the topic")
+		}
+
 		// docs/rabbitmq.md: rebuild the group's exchange.
 		f.with(func(ch *amqp.Channel) { require.NoError(t, ch.ExchangeDelete(group, false, false)) })
 		require.NoError(t, broker.Declare(t.Context(), f.topic))
