@@ -53,7 +53,7 @@ func TestRoundTrip(t *testing.T) {
 // B46: a quorum queue adds an integer header to a message that was nacked. It
 // comes back before the later messages of its shard.
 func TestNack(t *testing.T) {
-	onEach(t, func(t *testing.T, on server) {
+	onAll(t, func(t *testing.T, on server) {
 		f := setup(t, on)
 		broker := f.open("group")
 		messages := f.subscribe(broker)
@@ -178,7 +178,7 @@ func TestForeignMessages(t *testing.T) {
 // B58: queues are deleted and connections cut. The handler sees what was
 // published, nothing else, and the consumer comes back.
 func TestNoPhantoms(t *testing.T) {
-	onEach(t, func(t *testing.T, on server) {
+	onAll(t, func(t *testing.T, on server) {
 		f := setup(t, on)
 		p := f.newProxy()
 		broker := f.open("group", p.through)

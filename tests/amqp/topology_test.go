@@ -18,7 +18,7 @@ import (
 // Kafka's semantics on RabbitMQ: every group gets every message, and in a group
 // all messages of a key are in one queue, in order.
 func TestEachGroupGetsEachMessageInItsShard(t *testing.T) {
-	onEach(t, func(t *testing.T, on server) {
+	onAll(t, func(t *testing.T, on server) {
 		f := setup(t, on)
 		shards := func(c *amqpshard.Config) { c.Shards = 4 }
 		a, b := f.open("a", shards), f.open("b", shards)
