@@ -12,7 +12,7 @@ MODULES  = . examples examples/querylayers tests
 
 ## test: all tests, with the race detector, on the real servers
 test:
-	$(SERVICES) run -- go test -race -count=1 -timeout 15m $(PACKAGES)
+	$(SERVICES) run postgres mariadb amqp amqp4 kafka -- go test -race -count=1 -timeout 15m $(PACKAGES)
 
 ## test-fast: the tests that need no server
 test-fast:

@@ -25,7 +25,46 @@ const (
 
 	MaxShards        = 1000 // shard numbers have three digits
 	MaxDeliveryLimit = 1_000_000
+
+	// SlotCount is the number of slots, and the limit of Shards with [Slots].
+	SlotCount = 256
+	// MaxUnrouted is how many messages the queue <topic>.<group>.unrouted keeps,
+	// the newest ones.
+	MaxUnrouted = 1000
 )
+
+// Routing is how the messages of a group are spread over its shards. Publishers
+// need not know it: groups of one topic may differ.
+type Routing int
+
+const (
+	// ConsistentHash lets an exchange of type x-consistent-hash choose the shard by
+	// the header [ordering.PartitionKeyMetadata]. It needs the broker's plugin
+	// rabbitmq_consistent_hash_exchange. Keys can move when the broker restarts.
+	ConsistentHash Routing = iota
+
+	// Slots lets a direct exchange choose the shard by the message's routing key,
+	// which a publisher of this package sets to the slot of the partition key:
+	// ordering.Shard(key, SlotCount), in decimal. Slot s belongs to shard s modulo
+	// Shards. No plugin is needed, and where Shards is a power of two a key has the
+	// number of its Kafka partition. Foreign publishers must set the routing key:
+	// what comes with another is refused.
+	//
+	// Slots are dealt out as they come: with Shards a power of two all shards have
+	// the same number, else the largest has one more than the smallest, so that
+	// it gets up to SlotCount/Shards rounded up of SlotCount of the keys.
+	Slots
+)
+
+func (r Routing) String() string {
+	switch r {
+	case ConsistentHash:
+		return "ConsistentHash"
+	case Slots:
+		return "Slots"
+	}
+	return "Routing(" + strconv.Itoa(int(r)) + ")"
+}
 
 // Config holds the settings of a [Broker]. The zero value of an optional field
 // means its default.
@@ -40,8 +79,13 @@ type Config struct {
 	Group string
 
 	// Shards is the number of queues per topic and group, 1 to MaxShards,
-	// DefaultShards (8) if 0. It can't be changed while the queues exist.
+	// DefaultShards (8) if 0; up to SlotCount with Slots. It can't be changed while
+	// the shards' exchanges exist.
 	Shards int
+
+	// Routing spreads messages over the shards, ConsistentHash if 0. It can't be
+	// changed while the group's exchange exists.
+	Routing Routing
 
 	// Key returns the partition key of a message that does not carry
 	// ordering.PartitionKeyMetadata yet. Nil: every message must carry it.
@@ -105,6 +149,8 @@ func (c Config) validate() error {
 	check(utf8.ValidString(c.Group), "Group is %q, it must be UTF-8", c.Group)
 	check(len(c.Group) <= maxNameLength/2, "Group has %d bytes, the limit is %d", len(c.Group), maxNameLength/2)
 	check(c.Shards >= 1 && c.Shards <= MaxShards, "Shards is %d, it must be 1 to %d", c.Shards, MaxShards)
+	check(c.Routing == ConsistentHash || c.Routing == Slots, "Routing is %d, it must be ConsistentHash or Slots", int(c.Routing))
+	check(c.Routing != Slots || c.Shards <= SlotCount, "Shards is %d, with Slots it must be at most %d", c.Shards, SlotCount)
 	check(c.DeliveryLimit >= 1 && c.DeliveryLimit <= MaxDeliveryLimit,
 		"DeliveryLimit is %d, it must be 1 to %d", c.DeliveryLimit, MaxDeliveryLimit)
 	check(c.DialTimeout > 0, "DialTimeout is %s, it must be positive", c.DialTimeout)

@@ -28,6 +28,8 @@ func TestOpenRejectsConfig(t *testing.T) {
 		"long group":           {func(c *amqpshard.Config) { c.Group = strings.Repeat("g", 128) }, []string{"Group has 128 bytes", "127"}},
 		"negative shards":      {func(c *amqpshard.Config) { c.Shards = -1 }, []string{"Shards is -1", "1 to 1000"}},
 		"too many shards":      {func(c *amqpshard.Config) { c.Shards = 1001 }, []string{"Shards is 1001", "1 to 1000"}},
+		"unknown routing":      {func(c *amqpshard.Config) { c.Routing = 2 }, []string{"Routing is 2", "Slots"}},
+		"more than slots":      {func(c *amqpshard.Config) { c.Routing, c.Shards = amqpshard.Slots, 257 }, []string{"Shards is 257", "256"}},
 		"negative limit":       {func(c *amqpshard.Config) { c.DeliveryLimit = -1 }, []string{"DeliveryLimit is -1", "1 to 1000000"}},
 		"dial timeout":         {func(c *amqpshard.Config) { c.DialTimeout = -1 }, []string{"DialTimeout is -1ns", "positive"}},
 		"publish timeout":      {func(c *amqpshard.Config) { c.PublishTimeout = -1 }, []string{"PublishTimeout is -1ns", "positive"}},

@@ -24,9 +24,10 @@ var (
 	ErrAlreadySubscribed = errors.New("amqpshard: topic is already subscribed")
 
 	// ErrPluginMissing is returned when the broker lacks the exchange type
-	// x-consistent-hash.
+	// x-consistent-hash, which ConsistentHash needs.
 	ErrPluginMissing = errors.New("amqpshard: exchange type x-consistent-hash is not available: " +
-		"run `rabbitmq-plugins enable rabbitmq_consistent_hash_exchange` on every node of the broker")
+		"run `rabbitmq-plugins enable rabbitmq_consistent_hash_exchange` on every node of the broker, " +
+		"or set Config.Routing to Slots")
 
 	// ErrTopology is matched by every [TopologyError].
 	ErrTopology = errors.New("amqpshard: topology")
@@ -50,11 +51,14 @@ var (
 
 var (
 	errConsumerCancelled = errors.New("the broker cancelled the consumer, or its queue was deleted")
-	errNacked            = errors.New("the broker refused a message (basic.nack)")
+	errDead              = errors.New("they came to the delivery limit")
+	errUnrouted          = errors.New("no shard took them, and their publishers were refused")
+	errNacked            = errors.New("the broker refused a message (basic.nack): a queue is full, " +
+		"or a group has no queue for the message and shows a copy in <topic>.<group>.unrouted")
 )
 
 // TopologyError reports an exchange or queue that could not be declared or
-// bound. What existed before is unchanged; what was declared before it stays.
+// bound, or that does not get the messages that it should. What existed before is unchanged; what was declared before it stays.
 type TopologyError struct {
 	Kind string // "exchange", "queue" or "binding"
 	Name string

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strconv"
 	"sync"
 
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -247,7 +248,9 @@ func (l *link) send(ctx context.Context, results *batch, publishings []amqp.Publ
 		if err := l.register(results, i); err != nil {
 			return err
 		}
-		if err := l.ch.Publish(results.topic, "", true, false, publishing); err != nil {
+		// The routing key is for the groups that route by Slots.
+		slot := ordering.Shard(results.messages[i].Metadata.Get(ordering.PartitionKeyMetadata), SlotCount)
+		if err := l.ch.Publish(results.topic, strconv.Itoa(slot), true, false, publishing); err != nil {
 			l.abort(err)
 			return l.failure()
 		}

@@ -15,12 +15,14 @@ import (
 
 const (
 	minReconnectPause = 50 * time.Millisecond
-	maxReconnectPause = 10 * time.Second
+	maxReconnectPause = 5 * time.Second
 
 	// A nacked message comes back at once and counts towards the delivery limit.
 	// The pause before the nack makes the limit last through a short outage.
 	minNackPause = 10 * time.Millisecond
 	maxNackPause = 5 * time.Second
+
+	watchInterval = time.Minute
 )
 
 type subscriber struct {
@@ -113,6 +115,8 @@ type subscription struct {
 
 	mu   sync.Mutex // guards conn, and is held while it is made
 	conn *connection
+
+	declaring sync.Mutex // held by the shard that declares the topic again
 }
 
 // start declares the topic and starts the shards. When intake ends they stop,
@@ -122,7 +126,7 @@ func (s *subscription) start(intake context.Context, finished func()) error {
 	if err != nil {
 		return err
 	}
-	if err := checkAndDeclare(intake, conn, s.cfg, s.topic); err != nil {
+	if err := checkAndDeclare(intake, conn, s.cfg, s.topic, s.logger); err != nil {
 		conn.close()
 		return err
 	}
@@ -146,6 +150,7 @@ func (s *subscription) start(intake context.Context, finished func()) error {
 		c := newConsumer(s, shard, drain)
 		shards.Go(func() { c.run(intake) })
 	}
+	shards.Go(func() { s.watch(intake) })
 	go func() {
 		shards.Wait()
 		expire(nil)
@@ -173,6 +178,36 @@ func (s *subscription) connect(ctx context.Context) (*connection, error) {
 	return conn, nil
 }
 
+// watch logs when messages come to the queues that nothing consumes.
+func (s *subscription) watch(intake context.Context) {
+	seen := map[string]int{}
+	for ; intake.Err() == nil; wait(intake, watchInterval) {
+		conn, err := s.connect(intake)
+		if err != nil {
+			continue
+		}
+		ch, err := conn.Channel()
+		if err != nil {
+			continue
+		}
+		for queue, reason := range map[string]error{
+			deadQueue(s.cfg, s.topic): errDead,
+			unrouted(s.cfg, s.topic):  errUnrouted,
+		} {
+			state, err := ch.QueueDeclarePassive(queue, true, false, false, false, nil)
+			if err != nil {
+				break // it closes the channel
+			}
+			if state.Messages > seen[queue] {
+				s.logger.Error("Messages wait for somebody to look at them", reason,
+					watermill.LogFields{"queue": queue, "messages": state.Messages})
+			}
+			seen[queue] = state.Messages
+		}
+		_ = ch.Close()
+	}
+}
+
 // consumer is one shard of a subscription.
 type consumer struct {
 	*subscription
@@ -185,20 +220,20 @@ type consumer struct {
 func newConsumer(s *subscription, shard int, drain context.Context) *consumer {
 	pauses := backoff.NewExponentialBackOff()
 	pauses.InitialInterval, pauses.MaxInterval, pauses.Multiplier = minReconnectPause, maxReconnectPause, 2
-	return &consumer{subscription: s, queue: shardQueue(s.cfg, s.topic, shard), drain: drain, pauses: pauses}
+	return &consumer{subscription: s, queue: shardName(s.cfg, s.topic, shard), drain: drain, pauses: pauses}
 }
 
 // run consumes until the intake ends, whatever happens to the connection, the
 // channel or the queue.
 func (c *consumer) run(intake context.Context) {
-	redeclare := false
+	missing := false
 	for intake.Err() == nil {
 		began := time.Now()
-		err := c.consume(intake, redeclare)
+		err := c.consume(intake, missing)
 		if intake.Err() != nil {
 			return
 		}
-		redeclare = errors.Is(err, errConsumerCancelled) || isNotFound(err)
+		missing = errors.Is(err, errConsumerCancelled) || isNotFound(err)
 		if time.Since(began) > maxReconnectPause {
 			c.pauses.Reset()
 		}
@@ -210,13 +245,17 @@ func (c *consumer) run(intake context.Context) {
 
 // consume runs one consumer until it or the intake ends. It returns the reason
 // unless that is the intake.
-func (c *consumer) consume(intake context.Context, redeclare bool) error {
+func (c *consumer) consume(intake context.Context, missing bool) error {
 	conn, err := c.connect(intake)
 	if err != nil {
 		return err
 	}
-	if redeclare {
-		if err := declare(conn, c.cfg, c.topic); err != nil {
+	if missing {
+		// The broker's lock keeps out other connections, not this one's shards.
+		c.declaring.Lock()
+		err := redeclare(intake, conn, c.cfg, c.topic)
+		c.declaring.Unlock()
+		if err != nil {
 			return err
 		}
 	}
@@ -257,6 +296,9 @@ func (c *consumer) consume(intake context.Context, redeclare bool) error {
 
 // handle passes a delivery on and waits until it is settled.
 func (c *consumer) handle(intake context.Context, closed <-chan *amqp.Error, delivery amqp.Delivery) error {
+	if _, canary := delivery.Headers[canaryHeader]; canary {
+		return delivery.Ack(false) // of a probe that died
+	}
 	ctx, cancel := context.WithCancelCause(c.drain)
 	defer cancel(nil)
 	msg, err := (Marshaler{}).Unmarshal(delivery)

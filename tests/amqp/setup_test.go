@@ -3,10 +3,10 @@ package amqp_test
 
 import (
 	"context"
+	"flag"
 	"fmt"
 	"net"
 	"net/url"
-	"os"
 	"sync"
 	"testing"
 	"time"
@@ -20,6 +20,7 @@ import (
 
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering/amqpshard"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/services"
 )
 
 var _ stock.Marshaler = amqpshard.Marshaler{}
@@ -27,28 +28,67 @@ var _ stock.Marshaler = amqpshard.Marshaler{}
 // timeout is how long a test waits for what must happen.
 const timeout = 30 * time.Second
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+// minPoll is how often an eventual state is looked at.
+const minPoll = 10 * time.Millisecond
 
-func brokerURL(t *testing.T) string {
-	t.Helper()
-	address := os.Getenv("TEST_AMQP_URL")
-	if address == "" {
-		t.Fatal("TEST_AMQP_URL is not set: `make services` starts RabbitMQ and says how to set it")
+// TestMain runs more tests at a time than there are processors: they wait most of
+// the time.
+func TestMain(m *testing.M) {
+	flag.Parse()
+	if f := flag.Lookup("test.parallel"); f.Value.String() == f.DefValue {
+		_ = f.Value.Set("8")
 	}
-	return address
+	goleak.VerifyTestMain(m)
+}
+
+// server is a broker that the suite runs on, and the routing of its groups.
+type server struct {
+	name    services.Name
+	routing amqpshard.Routing
+}
+
+func (on server) url(t *testing.T) string {
+	t.Helper()
+	return services.Value(t, on.name)
+}
+
+// onEach runs test on RabbitMQ 3 and 4, each with one kind of routing.
+func onEach(t *testing.T, test func(t *testing.T, on server)) {
+	t.Helper()
+	t.Parallel()
+	onServers(t, []server{{services.AMQP, amqpshard.ConsistentHash}, {services.AMQP4, amqpshard.Slots}}, test)
+}
+
+// onAll is onEach with all pairs, for tests of the routing.
+func onAll(t *testing.T, test func(t *testing.T, on server)) {
+	t.Helper()
+	onEach(t, test)
+	onServers(t, []server{{services.AMQP, amqpshard.Slots}, {services.AMQP4, amqpshard.ConsistentHash}}, test)
+}
+
+func onServers(t *testing.T, servers []server, test func(t *testing.T, on server)) {
+	t.Helper()
+	for _, on := range servers {
+		t.Run(fmt.Sprint(on.name, "/", on.routing), func(t *testing.T) { test(t, on) })
+	}
 }
 
 // fixture is one topic with a raw connection to look behind the broker's back.
 type fixture struct {
 	*testing.T
+	server
 	url   string
 	topic string
 	raw   *amqp.Connection
 }
 
-func setup(t *testing.T) *fixture {
+func setup(t *testing.T, on server) *fixture {
 	t.Parallel()
-	f := &fixture{T: t, url: brokerURL(t), topic: "test." + watermill.NewShortUUID()}
+	return connect(t, on, on.url(t))
+}
+
+func connect(t *testing.T, on server, url string) *fixture {
+	f := &fixture{T: t, server: on, url: url, topic: "test." + watermill.NewShortUUID()}
 	var err error
 	f.raw, err = amqp.Dial(f.url)
 	require.NoError(t, err)
@@ -57,6 +97,15 @@ func setup(t *testing.T) *fixture {
 		_ = f.raw.Close()
 	})
 	return f
+}
+
+// redial connects again after the broker was away.
+func (f *fixture) redial() {
+	f.Helper()
+	_ = f.raw.Close()
+	var err error
+	f.raw, err = amqp.Dial(f.url)
+	require.NoError(f, err)
 }
 
 // with runs do on a channel of its own, because a refusal closes it.
@@ -72,7 +121,7 @@ func (f *fixture) with(do func(*amqp.Channel)) {
 // deleted at the end.
 func (f *fixture) open(group string, changes ...func(*amqpshard.Config)) *amqpshard.Broker {
 	f.Helper()
-	cfg := amqpshard.Config{URL: f.url, Group: group, Shards: 2, Key: ordering.KeyFromMetadata("entity")}
+	cfg := amqpshard.Config{URL: f.url, Group: group, Shards: 2, Routing: f.routing, Key: ordering.KeyFromMetadata("entity")}
 	for _, change := range changes {
 		change(&cfg)
 	}
@@ -80,14 +129,28 @@ func (f *fixture) open(group string, changes ...func(*amqpshard.Config)) *amqpsh
 	require.NoError(f, err)
 	f.Cleanup(func() {
 		require.NoError(f, broker.Close())
-		f.with(func(ch *amqp.Channel) {
-			_ = ch.ExchangeDelete(f.topic+"."+group, false, false)
-			for _, queue := range append(f.queues(group, cfg.Shards), f.topic+"."+group+".dead") {
-				_, _ = ch.QueueDelete(queue, false, false, false)
-			}
-		})
+		f.drop(f.topic, group, cfg.Shards)
 	})
 	return broker
+}
+
+// drop deletes what a group has on a topic.
+func (f *fixture) drop(topic, group string, shards int) {
+	f.Helper()
+	f.with(func(ch *amqp.Channel) {
+		name := topic + "." + group
+		_ = ch.ExchangeDelete(name, false, false)
+		_ = ch.ExchangeDelete(name+".unrouted", false, false)
+		for _, suffix := range []string{"dead", "unrouted", "refused"} {
+			_, _ = ch.QueueDelete(name+"."+suffix, false, false, false)
+		}
+		for i := range shards {
+			shard := fmt.Sprintf("%s.%03d", name, i)
+			_ = ch.ExchangeDelete(shard, false, false)
+			_ = ch.ExchangeDelete(shard+".queue", false, false)
+			_, _ = ch.QueueDelete(shard, false, false, false)
+		}
+	})
 }
 
 func (f *fixture) queues(group string, shards int) []string {
@@ -110,6 +173,12 @@ func (f *fixture) depth(queues ...string) int {
 		}
 	})
 	return sum
+}
+
+// eventuallyDepth waits until the queues hold n ready messages.
+func (f *fixture) eventuallyDepth(n int, queues ...string) {
+	f.Helper()
+	require.Eventually(f, func() bool { return f.depth(queues...) == n }, timeout, minPoll, "%v", queues)
 }
 
 func (f *fixture) subscribe(broker *amqpshard.Broker) <-chan *message.Message {

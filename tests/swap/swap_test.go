@@ -54,13 +54,19 @@ var brokers = map[string]func(t *testing.T) open{
 		return onKafka(cluster.ListenAddrs())
 	},
 	"amqp": func(t *testing.T) open {
-		url := services.Value(t, services.AMQP)
-		return func(t *testing.T, group string) ordering.Broker {
-			broker, err := amqpshard.Open(t.Context(), amqpshard.Config{URL: url, Group: group, Shards: shards}, nil)
-			require.NoError(t, err)
-			return broker
-		}
+		return onRabbit(services.Value(t, services.AMQP), amqpshard.ConsistentHash)
 	},
+	"amqp4": func(t *testing.T) open {
+		return onRabbit(services.Value(t, services.AMQP4), amqpshard.Slots)
+	},
+}
+
+func onRabbit(url string, routing amqpshard.Routing) open {
+	return func(t *testing.T, group string) ordering.Broker {
+		broker, err := amqpshard.Open(t.Context(), amqpshard.Config{URL: url, Group: group, Shards: shards, Routing: routing}, nil)
+		require.NoError(t, err)
+		return broker
+	}
 }
 
 func onKafka(addresses []string) open {

@@ -82,8 +82,13 @@ func table() []*definition {
 		address("http://guest:guest@127.0.0.1:%d", 1),
 	}}
 	amqp4 := rabbit
-	amqp4.name, amqp4.variable = AMQP4, "TEST_AMQP4_URL"
-	amqp4.extras = []extra{{"TEST_AMQP4_MANAGEMENT_URL", "", address("http://guest:guest@127.0.0.1:%d", 1)}}
+	// No standard port is RabbitMQ 4's own: these are compose.yaml's.
+	amqp4.name, amqp4.variable, amqp4.standard = AMQP4, "TEST_AMQP4_URL", "amqp://guest:guest@127.0.0.1:5673/"
+	amqp4.extras = []extra{{
+		"TEST_AMQP4_MANAGEMENT_URL", "http://guest:guest@127.0.0.1:15673",
+		address("http://guest:guest@127.0.0.1:%d", 1),
+	}}
+	amqp4.suits = suitsAMQP4
 	amqp4.programs, amqp4.packages = []string{"debootstrap"}, []string{"debootstrap"}
 	amqp4.root, amqp4.fetch = rabbit4Folder, debootstrap("trixie", "rabbitmq-server", rabbit4Folder)
 

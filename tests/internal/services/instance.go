@@ -1,6 +1,7 @@
 package services
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/json"
@@ -162,6 +163,27 @@ func (in *Instance) Pause() error { return in.signal(syscall.SIGSTOP) }
 
 // Resume ends a Pause.
 func (in *Instance) Resume() error { return in.signal(syscall.SIGCONT) }
+
+// Tool runs a program of the server's package, such as rabbitmqctl, as part of
+// in and returns what it printed.
+func (in *Instance) Tool(ctx context.Context, program string, args ...string) (string, error) {
+	if in.def.root == "" {
+		program = find(program)
+	} else {
+		program = "/usr/lib/rabbitmq/bin/" + program
+	}
+	cmd, closeLog, err := in.prepared(ctx, append([]string{program}, args...))
+	if err != nil {
+		return "", fmt.Errorf("services: %s: %w", program, err)
+	}
+	defer closeLog()
+	var out bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &out
+	if err := cmd.Run(); err != nil {
+		return "", fmt.Errorf("services: %s %v: %w\n%s", program, args, err, out.String())
+	}
+	return out.String(), nil
+}
 
 // LogTail returns the last lines that the server wrote.
 func (in *Instance) LogTail() string {

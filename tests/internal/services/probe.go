@@ -62,6 +62,19 @@ func probeAMQP(ctx context.Context, url string) error {
 	return withChannel(ctx, url, func(*amqp.Channel) error { return nil })
 }
 
+func suitsAMQP4(ctx context.Context, url string) error {
+	conn, err := amqp.DialConfig(url, amqp.Config{Dial: dialer{ctx}.Dial})
+	if err != nil {
+		return err
+	}
+	version, _ := conn.Properties["version"].(string)
+	_ = conn.Close()
+	if !strings.HasPrefix(version, "4.") {
+		return fmt.Errorf("it is RabbitMQ %s, not 4", version)
+	}
+	return suitsAMQP(ctx, url)
+}
+
 func suitsAMQP(ctx context.Context, url string) error {
 	return withChannel(ctx, url, func(ch *amqp.Channel) error {
 		name := "services-probe-" + randomName()
