@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/cespare/xxhash/v2"
 
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 )
@@ -321,11 +322,8 @@ func (c producerConfig) stream(topic, key string) string {
 	if c.streams > 0 {
 		return sqldb.EncodeKey(topic + "/" + strconv.Itoa(c.partitioner.Shard(key, c.streams)))
 	}
-	return strconv.FormatUint(hash64(streamSeed, strconv.Itoa(len(topic)), ":", topic, key), 16)
+	return strconv.FormatUint(xxhash.Sum64String(EntityParts(topic, key)), 16)
 }
-
-// streamSeed makes the names of streams independent of other users of xxhash.
-const streamSeed = 0x73747265616d
 
 // again runs work until it returns anything but a conflict with another
 // transaction, for at most a second or so.
