@@ -20,7 +20,8 @@ type Link struct {
 	name       string
 	rank       int
 	middleware message.HandlerMiddleware
-	observers  []Observer // of WithObserver only
+	outer      message.HandlerMiddleware // of Sequence only: outside the retries
+	observers  []Observer                // of WithObserver only
 	err        error
 }
 
@@ -34,6 +35,8 @@ const (
 	rankRejectStale
 	rankStamp
 	rankPartition
+
+	rankSequence = rankRejectStale // one excludes the other
 )
 
 // reasons say why a link must come before the one with its rank.
@@ -42,7 +45,7 @@ var reasons = map[int]string{
 	rankRetry:          "a poison queue inside the retry would leave nothing to retry",
 	rankDeduplicate:    "a retry or poison queue inside the transaction would commit a failed attempt",
 	rankRejectReplayed: "an old copy of a message is a duplicate, not a stale event, and its number is written in the transaction that Deduplicate opens",
-	rankRejectStale:    "the version is written in the transaction that Deduplicate opens",
+	rankRejectStale:    "the entity's version or sequence is written in the transaction that Deduplicate opens",
 	rankStamp:          "a message is numbered with the partition key that Partition gives it",
 	rankPartition:      "messages are stored with the partition key that Partition gives them",
 }
@@ -50,8 +53,8 @@ var reasons = map[int]string{
 // Chain returns the middlewares of links for Router.AddMiddleware or
 // Handler.AddMiddleware. Give it the links in the order in which messages pass
 // them, outermost first: WithObserver, WithPoisonQueue, WithRetry, Deduplicate,
-// RejectReplayed, RejectStale, Stamp, Partition. Each can be left out, except that
-// RejectReplayed and RejectStale need Deduplicate.
+// RejectReplayed, RejectStale or Sequence, Stamp, Partition. Each can be left out,
+// except that RejectReplayed, RejectStale and Sequence need Deduplicate.
 //
 // The result also turns a panic of the handler into a [PanicError], gives the
 // message's context back as it came, returns a message to the broker (nack) when
@@ -66,7 +69,7 @@ func Chain(links ...Link) ([]message.HandlerMiddleware, error) {
 	if len(links) == 0 {
 		errs = append(errs, errors.New("Chain: no links"))
 	}
-	ranks := make(map[int]bool)
+	ranks := make(map[int]string) // to the link's name
 	for i, link := range links {
 		if link.name == "" {
 			errs = append(errs, fmt.Errorf("Chain: link %d is the zero Link", i))
@@ -75,21 +78,26 @@ func Chain(links ...Link) ([]message.HandlerMiddleware, error) {
 		if link.err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", link.name, link.err))
 		}
-		if ranks[link.rank] {
+		switch ranks[link.rank] {
+		case "":
+		case link.name:
 			errs = append(errs, fmt.Errorf("Chain: %s is there twice", link.name))
+		default:
+			errs = append(errs, fmt.Errorf("Chain: %s and %s exclude each other: one drops what comes too late, the other waits for what is missing",
+				ranks[link.rank], link.name))
 		}
 		for _, inner := range links[:i] {
 			if inner.rank > link.rank {
 				errs = append(errs, fmt.Errorf("Chain: %s must come before %s: %s", link.name, inner.name, reasons[inner.rank]))
 			}
 		}
-		ranks[link.rank] = true
+		ranks[link.rank] = link.name
 		observers = append(observers, link.observers...)
 	}
-	if ranks[rankRejectStale] && !ranks[rankDeduplicate] {
-		errs = append(errs, fmt.Errorf("Chain: RejectStale without Deduplicate: %s", reasons[rankRejectStale]))
+	if name := ranks[rankRejectStale]; name != "" && ranks[rankDeduplicate] == "" {
+		errs = append(errs, fmt.Errorf("Chain: %s without Deduplicate: %s", name, reasons[rankRejectStale]))
 	}
-	if ranks[rankRejectReplayed] && !ranks[rankDeduplicate] {
+	if ranks[rankRejectReplayed] != "" && ranks[rankDeduplicate] == "" {
 		errs = append(errs, fmt.Errorf("Chain: RejectReplayed without Deduplicate: %s", reasons[rankRejectReplayed]))
 	}
 	if len(errs) > 0 {
@@ -97,8 +105,18 @@ func Chain(links ...Link) ([]message.HandlerMiddleware, error) {
 	}
 
 	chain := []message.HandlerMiddleware{guard(observers)}
+	var outer message.HandlerMiddleware
+	for _, link := range links {
+		if link.outer != nil {
+			outer = link.outer
+		}
+	}
 	recovered := false
 	for _, link := range links {
+		if link.rank >= rankRetry && outer != nil {
+			chain = append(chain, outer)
+			outer = nil
+		}
 		if link.rank >= rankDeduplicate && !recovered {
 			chain = append(chain, recoverer)
 			recovered = true

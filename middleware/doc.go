@@ -9,6 +9,7 @@
 //	Deduplicate      one SQL transaction with the claim of the message's key
 //	RejectReplayed   refuses copies and replaced producers by the producers' numbers
 //	RejectStale      ignores events older than what their entity has seen
+//	Sequence         or: processes an entity's events one by one, without a gap
 //	Stamp            gives produced messages their numbers
 //	Partition        gives produced messages their partition key
 //

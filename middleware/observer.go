@@ -17,8 +17,8 @@ import (
 type Outcome string
 
 // The outcomes. Every delivery has exactly one; Retried comes in addition, once
-// for each attempt that failed and was followed by another one, and so does
-// ProducerGap.
+// for each attempt that failed and was followed by another one, and so do
+// ProducerGap, Released, GapSkipped, EntityBlocked and EntityReset.
 const (
 	// Processed: the handler returned nil and its transaction is committed.
 	Processed Outcome = "processed"
@@ -46,6 +46,18 @@ const (
 	Failed Outcome = "failed"
 	// Retried: an attempt failed and the next one follows after a pause.
 	Retried Outcome = "retried"
+	// Deferred: the message waits in the database, for its predecessors or because
+	// its entity is blocked (see Sequence). It is acknowledged.
+	Deferred Outcome = "deferred"
+	// Released: a deferred message was processed.
+	Released Outcome = "released"
+	// GapSkipped: missing events of an entity were given up.
+	GapSkipped Outcome = "gap_skipped"
+	// EntityBlocked: an entity waits for an operator from now on.
+	EntityBlocked Outcome = "entity_blocked"
+	// EntityReset: an entity has begun a new epoch. The error, if there is one,
+	// says what was deleted of older ones.
+	EntityReset Outcome = "entity_reset"
 )
 
 // Event tells an [Observer] what became of a delivery.
@@ -60,7 +72,7 @@ type Event struct {
 	MessageUUID string
 	Duration    time.Duration // since the message entered the chain; for Retried, of the attempt
 	Attempt     int           // 1 for the first
-	Err         error         // why: nil for Processed, Duplicate, Stale and ProducerGap
+	Err         error         // why: nil for Processed, Duplicate, Stale, ProducerGap, Deferred and Released
 }
 
 // Observer is called for each [Event], by the goroutine of the delivery, which
@@ -92,14 +104,18 @@ func LogObserver(logger *slog.Logger) Observer {
 		Duplicate: slog.LevelInfo,
 		Stale:     slog.LevelInfo,
 		Retried:   slog.LevelWarn,
+		InFlight:  slog.LevelWarn,
+		Conflict:  slog.LevelError,
+		Fenced:    slog.LevelError,
+		Parked:    slog.LevelError,
+		Failed:    slog.LevelError,
 
-		ProducerGap: slog.LevelWarn,
-
-		InFlight: slog.LevelWarn,
-		Conflict: slog.LevelError,
-		Fenced:   slog.LevelError,
-		Parked:   slog.LevelError,
-		Failed:   slog.LevelError,
+		ProducerGap:   slog.LevelWarn,
+		Deferred:      slog.LevelInfo,
+		Released:      slog.LevelDebug,
+		GapSkipped:    slog.LevelWarn,
+		EntityBlocked: slog.LevelError,
+		EntityReset:   slog.LevelInfo,
 	}
 	return func(ctx context.Context, e Event) {
 		level := levels[e.Outcome]
@@ -133,6 +149,8 @@ type delivery struct {
 	attempt   int
 	parked    error // why the message is in the poison queue
 	ahead     bool  // earlier messages of the producer are missing
+
+	sequenced sequenced
 }
 
 type deliveryKey struct{}
@@ -146,19 +164,21 @@ func deliveryFrom(ctx context.Context) *delivery {
 }
 
 func (d *delivery) report(msg *message.Message, outcome Outcome, since time.Time, err error) {
-	if len(d.observers) == 0 {
-		return
-	}
-	ctx := msg.Context()
-	event := Event{
+	d.notify(msg.Context(), Event{
 		Outcome:     outcome,
-		Handler:     message.HandlerNameFromCtx(ctx),
-		Topic:       message.SubscribeTopicFromCtx(ctx),
 		MessageUUID: msg.UUID,
 		Duration:    time.Since(since),
 		Attempt:     d.attempt,
 		Err:         err,
+	})
+}
+
+func (d *delivery) notify(ctx context.Context, event Event) {
+	if len(d.observers) == 0 {
+		return
 	}
+	event.Handler = message.HandlerNameFromCtx(ctx)
+	event.Topic = message.SubscribeTopicFromCtx(ctx)
 	for _, observe := range d.observers {
 		observe(ctx, event)
 	}
@@ -171,7 +191,7 @@ func (d *delivery) result(err error) (Outcome, error) {
 	}
 	cause := errors.Join(d.parked, err)
 	switch {
-	case errors.Is(cause, deduplicator.ErrConflict), errors.Is(cause, ordering.ErrVersionConflict):
+	case errors.Is(cause, deduplicator.ErrConflict), errors.Is(cause, ordering.ErrVersionConflict), errors.Is(cause, ordering.ErrSequenceConflict):
 		return Conflict, cause
 	case errors.Is(cause, ordering.ErrFenced):
 		return Fenced, cause
@@ -204,6 +224,11 @@ func guard(observers []Observer) message.HandlerMiddleware {
 			msg.SetContext(ctx)
 			outcome, cause := d.result(err)
 			d.report(msg, outcome, started, cause)
+			if err == nil && d.parked == nil {
+				for _, event := range d.sequenced.events {
+					d.notify(ctx, event)
+				}
+			}
 			if outcome == Processed && d.ahead {
 				d.report(msg, ProducerGap, started, nil)
 			}

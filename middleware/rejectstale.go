@@ -23,9 +23,13 @@ type rejectStale struct {
 
 // WithEntity sets where the id of a message's entity is, instead of the partition
 // key that the message carries (ordering.PartitionKeyMetadata).
-func WithEntity(entity ordering.KeyFunc) RejectStaleOption {
-	return rejectStaleOptionFunc(func(r *rejectStale) { r.entity = entity })
-}
+// It is for [RejectStale] and [Sequence].
+func WithEntity(entity ordering.KeyFunc) EntityOption { return EntityOption{entity} }
+
+// EntityOption is what [WithEntity] returns.
+type EntityOption struct{ entity ordering.KeyFunc }
+
+func (o EntityOption) applyRejectStale(r *rejectStale) { r.entity = o.entity }
 
 // WithVersion sets where the version of a message's entity is. It is required.
 func WithVersion(version ordering.VersionFunc) RejectStaleOption {

@@ -4,7 +4,9 @@
 // one shard of a [Broker], on RabbitMQ (package amqpshard) and Kafka (package
 // kafkashard) alike. [Versions] refuses an event that is older than what its
 // entity has already seen, in the handler's own SQL transaction, whatever the
-// broker did to the order.
+// broker did to the order. [Sequence] is stricter: an event that comes before its
+// predecessor is parked in the database, and released when the predecessor has
+// been processed.
 //
 // A [Producer] numbers what it publishes, under a name and an epoch that outlive
 // the process, and [Windows] remembers in the handler's transaction which numbers

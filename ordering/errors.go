@@ -26,6 +26,35 @@ var (
 	// ErrVersionConflict is matched by every [VersionConflictError].
 	ErrVersionConflict = errors.New("ordering: same version, other content")
 
+	// ErrInvalidSequence says that an event has a negative epoch or a sequence
+	// number under 1, the first.
+	ErrInvalidSequence = errors.New("ordering: invalid sequence number")
+
+	// ErrGap says that an event came before its predecessors. [Reject] returns it.
+	ErrGap = errors.New("ordering: predecessors are missing")
+
+	// ErrSequenceConflict says that an event has the sequence number of another
+	// event, the last one or a parked one, but other content.
+	ErrSequenceConflict = errors.New("ordering: same sequence number, other content")
+
+	// ErrParkedFull says that an event had to be parked while as many messages as
+	// [Bounds] allow were parked already.
+	ErrParkedFull = errors.New("ordering: too many messages are parked")
+
+	// ErrConsumerStopped is ErrParkedFull, or a gap that is too old, under
+	// [StopConsumer].
+	ErrConsumerStopped = errors.New("ordering: consumer stopped at a gap")
+
+	// ErrNotBlocked, ErrNotParked and ErrNoEntity are what [Operator] returns when
+	// there is nothing to do. Nothing has changed then.
+	ErrNotBlocked = errors.New("ordering: entity is not blocked")
+	ErrNotParked  = errors.New("ordering: no such parked message")
+	ErrNoEntity   = errors.New("ordering: consumer has no such entity")
+
+	// ErrPermanent is wrapped by what a handler of released messages returns when
+	// another attempt can't help: the entity is blocked at once.
+	ErrPermanent = errors.New("ordering: permanent failure")
+
 	// ErrReplaced is what a [Producer] returns when another one has taken a later
 	// epoch of its name. Nothing was sent or numbered: this process is to stop
 	// publishing.

@@ -60,6 +60,7 @@ type VersionsOption interface{ apply(*versionsConfig) }
 type versionsConfig struct {
 	dialect Dialect
 	table   string
+	sequenceTables
 	producerTables
 }
 
@@ -74,11 +75,12 @@ func WithVersionsTable(name string) VersionsOption {
 }
 
 func newVersionsConfig(dialect Dialect, opts []VersionsOption) (*versionsConfig, error) {
-	cfg := &versionsConfig{dialect: dialect, table: DefaultVersionsTable, producerTables: defaultProducerTables}
+	cfg := &versionsConfig{dialect: dialect, table: DefaultVersionsTable, sequenceTables: defaultSequenceTables, producerTables: defaultProducerTables}
 	for _, opt := range opts {
 		opt.apply(cfg)
 	}
-	if err := errors.Join(dialect.Validate(), sqldb.CheckTable("WithVersionsTable", cfg.table), cfg.producerTables.validate()); err != nil {
+	if err := errors.Join(dialect.Validate(), sqldb.CheckTable("WithVersionsTable", cfg.table),
+		cfg.sequenceTables.validate(), cfg.producerTables.validate()); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, err)
 	}
 	return cfg, nil
@@ -107,6 +109,8 @@ func (c *versionsConfig) schema() string {
 	}
 	return strings.NewReplacer(
 		"{versions}", c.dialect.Quote(c.table),
+		"{sequences}", c.dialect.Quote(c.sequences),
+		"{parked}", c.dialect.Quote(c.parked),
 		"{producers}", c.dialect.Quote(c.producers),
 		"{streams}", c.dialect.Quote(c.streams),
 		"{partitioning}", c.dialect.Quote(c.partitioning),

@@ -7,6 +7,35 @@ CREATE TABLE IF NOT EXISTS {versions} (
     PRIMARY KEY (consumer_name, entity)
 ) ENGINE = InnoDB;
 
+CREATE TABLE IF NOT EXISTS {sequences} (
+    consumer_name  varbinary(255) NOT NULL,
+    entity         varbinary(255) NOT NULL,
+    epoch          bigint NOT NULL,
+    last_seq       bigint NOT NULL,
+    fingerprint    varbinary(255),
+    state          varbinary(16) NOT NULL,
+    blocked_reason blob,
+    parked         bigint NOT NULL,
+    updated_at     datetime(6) NOT NULL,
+    PRIMARY KEY (consumer_name, entity)
+) ENGINE = InnoDB;
+
+CREATE TABLE IF NOT EXISTS {parked} (
+    consumer_name varbinary(255) NOT NULL,
+    entity        varbinary(255) NOT NULL,
+    epoch         bigint NOT NULL,
+    seq           bigint NOT NULL,
+    uuid          blob NOT NULL,
+    metadata      longblob NOT NULL,
+    payload       longblob NOT NULL,
+    fingerprint   varbinary(255),
+    reason        varbinary(16) NOT NULL,
+    error         blob,
+    attempts      bigint NOT NULL,
+    parked_at     datetime(6) NOT NULL,
+    PRIMARY KEY (consumer_name, entity, epoch, seq)
+) ENGINE = InnoDB;
+
 CREATE TABLE IF NOT EXISTS {producers} (
     name       varbinary(255) NOT NULL,
     epoch      bigint NOT NULL,

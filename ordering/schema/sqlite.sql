@@ -7,6 +7,35 @@ CREATE TABLE IF NOT EXISTS {versions} (
     PRIMARY KEY (consumer_name, entity)
 ) WITHOUT ROWID;
 
+CREATE TABLE IF NOT EXISTS {sequences} (
+    consumer_name  TEXT NOT NULL,
+    entity         TEXT NOT NULL,
+    epoch          INTEGER NOT NULL,
+    last_seq       INTEGER NOT NULL,
+    fingerprint    BLOB,
+    state          TEXT NOT NULL,
+    blocked_reason TEXT,
+    parked         INTEGER NOT NULL,
+    updated_at     TEXT NOT NULL,
+    PRIMARY KEY (consumer_name, entity)
+) WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS {parked} (
+    consumer_name TEXT NOT NULL,
+    entity        TEXT NOT NULL,
+    epoch         INTEGER NOT NULL,
+    seq           INTEGER NOT NULL,
+    uuid          BLOB NOT NULL,
+    metadata      BLOB NOT NULL,
+    payload       BLOB NOT NULL,
+    fingerprint   BLOB,
+    reason        TEXT NOT NULL,
+    error         TEXT,
+    attempts      INTEGER NOT NULL,
+    parked_at     TEXT NOT NULL,
+    PRIMARY KEY (consumer_name, entity, epoch, seq)
+) WITHOUT ROWID;
+
 CREATE TABLE IF NOT EXISTS {producers} (
     name       TEXT NOT NULL,
     epoch      INTEGER NOT NULL,

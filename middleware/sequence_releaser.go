@@ -1,0 +1,199 @@
+package middleware
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/message"
+
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/ordering"
+)
+
+// DefaultReleaseInterval is how long a [Releaser] waits between two passes.
+const DefaultReleaseInterval = 5 * time.Second
+
+// ReleaserConfig says for which handler a [Releaser] works.
+type ReleaserConfig struct {
+	// Consumer is the handler's name or what WithConsumer gives it.
+	Consumer string
+
+	// Handler is the handler, with the middlewares that it has inside Sequence,
+	// such as Partition.
+	Handler message.HandlerFunc
+
+	// Publisher and Topic are where the handler's messages go. They may be left
+	// out for a handler that returns none.
+	Publisher message.Publisher
+	Topic     string
+
+	// Interval is about how long it waits between two passes, and so before
+	// another attempt with a message whose handler failed. 0 means
+	// DefaultReleaseInterval.
+	Interval time.Duration
+
+	// Observers are told of Released, Retried, GapSkipped, EntityBlocked,
+	// EntityReset and, when a transaction or pass fails, Failed.
+	Observers []Observer
+}
+
+// Releaser processes the parked messages of a [Sequence] for which no message of
+// their entity comes: the rest of a long backlog, what an operator let through,
+// and gaps that are too old. Any number of them may run, in any instance, beside
+// the consumers. It is safe for concurrent use.
+type Releaser struct {
+	store    deduplicator.Store
+	sequence *ordering.Sequence
+	config   ReleaserConfig
+}
+
+// NewReleaser returns a Releaser; store is the one of Deduplicate. It returns
+// [ErrInvalidOption].
+func NewReleaser(store deduplicator.Store, sequence *ordering.Sequence, config ReleaserConfig) (*Releaser, error) {
+	var errs []error
+	check := func(ok bool, text string) {
+		if !ok {
+			errs = append(errs, errors.New("NewReleaser: "+text))
+		}
+	}
+	check(store != nil, "store is nil")
+	check(sequence != nil, "sequence is nil")
+	check(config.Consumer != "", "Consumer is empty")
+	check(config.Handler != nil, "Handler is nil")
+	check((config.Publisher == nil) == (config.Topic == ""), "Publisher and Topic need each other")
+	check(config.Interval >= 0, "Interval is negative")
+	for _, observe := range config.Observers {
+		check(observe != nil, "observer is nil")
+	}
+	if len(errs) > 0 {
+		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, errors.Join(errs...))
+	}
+	if config.Interval == 0 {
+		config.Interval = DefaultReleaseInterval
+	}
+	return &Releaser{store, sequence, config}, nil
+}
+
+// Run makes a pass, see [Releaser.Release], and then one after each interval until
+// ctx ends. It returns ctx's error; other errors are told to the observers.
+func (r *Releaser) Run(ctx context.Context) error {
+	for {
+		if err := r.Release(ctx); err != nil && ctx.Err() == nil {
+			r.notify(ctx, Event{Outcome: Failed, Attempt: 1, Err: err})
+		}
+		if !pause(ctx, r.config.Interval/2+rand.N(r.config.Interval)) { //nolint:gosec // jitter is no secret
+			return ctx.Err()
+		}
+	}
+}
+
+// Release is one pass over the consumer's entities: it processes, in transactions
+// of as many messages as [ordering.WithReleaseBatch] allows, what can be
+// processed. An entity whose transaction fails is left to the next pass.
+//
+// What the handler returned is published after the commit, tried again until ctx
+// ends. Outputs that are not published by then stay stored like those of a message
+// that is not delivered again. They may be published after those of a later event
+// that a consumer has processed meanwhile.
+func (r *Releaser) Release(ctx context.Context) error {
+	var errs []error
+	for after := ""; ; {
+		entities, err := r.sequence.Due(ctx, r.config.Consumer, after)
+		if err != nil {
+			return errors.Join(append(errs, err)...)
+		}
+		if len(entities) == 0 {
+			return errors.Join(errs...)
+		}
+		for _, entity := range entities {
+			if err := r.entity(ctx, entity); err != nil {
+				errs = append(errs, fmt.Errorf("release entity %q: %w", entity, err))
+			}
+			if ctx.Err() != nil {
+				return errors.Join(append(errs, ctx.Err())...)
+			}
+			after = entity
+		}
+	}
+}
+
+// errNothingToRelease rolls back: another instance was faster.
+var errNothingToRelease = errors.New("nothing to release")
+
+// entity works until nothing follows the entity's last event, or an attempt fails.
+func (r *Releaser) entity(ctx context.Context, entity string) error {
+	for {
+		progress, err := r.transaction(ctx, entity)
+		if err != nil || !progress {
+			return err
+		}
+	}
+}
+
+func (r *Releaser) transaction(ctx context.Context, entity string) (progress bool, err error) {
+	started := time.Now()
+	// The parked rows guarantee that each is processed once; the claim is there
+	// because the store keeps outputs under one.
+	claim := deduplicator.Claim{Consumer: r.config.Consumer, Key: "ordering release " + watermill.NewUUID()}
+	var notices []ordering.SequenceNotice
+	result, err := r.store.Process(ctx, claim, func(ctx context.Context) ([]deduplicator.Output, error) {
+		tx, ok := Tx(ctx)
+		if !ok {
+			return nil, errors.New("middleware: a Releaser needs a store on database/sql")
+		}
+		var produced []*message.Message
+		released, err := r.sequence.ReleaseTx(ctx, tx, r.config.Consumer, entity, func(msg *message.Message) error {
+			outputs, err := callReleased(r.config.Handler, msg)
+			if err == nil {
+				produced = append(produced, outputs...)
+			}
+			return err
+		})
+		if err != nil {
+			return nil, err
+		}
+		if notices = released.Notices; len(notices) == 0 {
+			return nil, errNothingToRelease
+		}
+		return toOutputs(r.config.Topic, produced)
+	})
+	if errors.Is(err, errNothingToRelease) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	for _, event := range noticeEvents(notices) {
+		event.Duration = time.Since(started)
+		r.notify(ctx, event)
+	}
+	last := notices[len(notices)-1].Kind
+	return last != ordering.ReleaseFailed && last != ordering.Blocked, r.publish(ctx, claim, result.Outputs)
+}
+
+func (r *Releaser) publish(ctx context.Context, claim deduplicator.Claim, outputs []deduplicator.Output) error {
+	if len(outputs) == 0 {
+		return nil
+	}
+	for wait := nackPause; ; wait = min(2*wait, DefaultMaxInterval) {
+		err := r.config.Publisher.Publish(r.config.Topic, fromOutputs(outputs)...)
+		if err == nil {
+			return r.store.Forget(ctx, claim)
+		}
+		r.notify(ctx, Event{Outcome: Retried, Attempt: 1, Err: fmt.Errorf("publish to %q: %w", r.config.Topic, err)})
+		if !pause(ctx, wait) {
+			return fmt.Errorf("publish to %q: %w", r.config.Topic, err)
+		}
+	}
+}
+
+func (r *Releaser) notify(ctx context.Context, event Event) {
+	event.Handler = r.config.Consumer
+	for _, observe := range r.config.Observers {
+		observe(ctx, event)
+	}
+}
