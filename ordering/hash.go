@@ -110,9 +110,9 @@ func Shard(key string, n int) int {
 
 // CRC32 is the CRC-32 (IEEE) of key. It allocates nothing.
 func CRC32(key string) uint32 {
-	crc := ^uint32(0) // hash/crc32 takes bytes, and the conversion would allocate
+	crc, table := ^uint32(0), crc32.IEEETable // hash/crc32 takes bytes, and the conversion would allocate
 	for i := range len(key) {
-		crc = crc32.IEEETable[byte(crc)^key[i]] ^ crc>>8
+		crc = table[byte(crc)^key[i]] ^ crc>>8
 	}
 	return ^crc
 }
@@ -127,7 +127,7 @@ func FNV1a(key string) uint32 {
 	return h
 }
 
-// laneSeed makes the lanes' hash independent of other users of xxhash.
+// laneSeed makes the lanes independent of other users of the same hashes.
 const laneSeed = 0x6c616e65
 
 // Lane returns the lane of key among n, for work that one process spreads over n
@@ -140,18 +140,7 @@ func Lane(key string, n int) int {
 	if n <= 0 {
 		panic("ordering: Lane of no lanes")
 	}
-	return jump(hash64(laneSeed, key), n)
-}
-
-// hash64 is xxHash64 of the parts, which the caller keeps from running into
-// each other.
-func hash64(seed uint64, parts ...string) uint64 {
-	var d xxhash.Digest
-	d.ResetWithSeed(seed)
-	for _, part := range parts {
-		_, _ = d.WriteString(part) // never fails
-	}
-	return d.Sum64()
+	return jump(xxhash.Sum64String(key)^laneSeed, n)
 }
 
 // jump is the jump consistent hash of Lamping and Veach, "A Fast, Minimal Memory,

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/cespare/xxhash/v2"
 
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 )
@@ -95,7 +96,8 @@ func WithStreams(n int, partitioner Partitioner) ProducerOption {
 // been replaced. That is what Kafka does with its idempotent producer, for
 // brokers that have none, and beyond one producer session.
 //
-// A Producer is safe for concurrent use.
+// A Producer is safe for concurrent use. It keeps a counter of about 100 bytes for
+// each stream that it has used.
 type Producer struct {
 	config producerConfig
 	db     *sql.DB
@@ -104,8 +106,8 @@ type Producer struct {
 	epoch  uint32
 	gone   atomic.Bool // replaced
 
-	mu      sync.Mutex         // guards streams
-	streams map[string]*stream // one entry for each stream that was used: 60 bytes and more
+	mu      sync.Mutex // guards streams
+	streams map[string]*stream
 }
 
 // stream is a sequence of numbers.
@@ -321,11 +323,8 @@ func (c producerConfig) stream(topic, key string) string {
 	if c.streams > 0 {
 		return sqldb.EncodeKey(topic + "/" + strconv.Itoa(c.partitioner.Shard(key, c.streams)))
 	}
-	return strconv.FormatUint(hash64(streamSeed, strconv.Itoa(len(topic)), ":", topic, key), 16)
+	return strconv.FormatUint(xxhash.Sum64String(EntityParts(topic, key)), 16)
 }
-
-// streamSeed makes the names of streams independent of other users of xxhash.
-const streamSeed = 0x73747265616d
 
 // again runs work until it returns anything but a conflict with another
 // transaction, for at most a second or so.

@@ -54,10 +54,6 @@ func (w window) admit(seq uint64) (window, WindowResult) {
 
 // shift makes room for n numbers above highest.
 func (w *window) shift(n uint64) {
-	if n >= WindowSize {
-		clear(w.seen[:])
-		return
-	}
 	words, bits := int(n/64), n%64
 	for i := len(w.seen) - 1; i >= 0; i-- {
 		var word uint64

@@ -101,6 +101,10 @@ func WithProducerGaps(policy ProducerGapPolicy) WindowsOption {
 // and the highest [WindowSize] numbers that the consumer has processed. It is
 // safe for concurrent use.
 //
+// A consumer learns of an epoch stream by stream: until it has processed the
+// first message of a producer's successor in a stream, it accepts what the
+// producer before still publishes there.
+//
 // The row of a stream that sends nothing any more may be deleted, by its
 // updated_at: the stream then begins anew, and copies of its old messages are
 // left to the message's key.

@@ -250,9 +250,9 @@ func TestWindowModel(t *testing.T) {
 		db := open(t, d)
 		processes := []*ordering.Windows{newWindows(t, db, d), newWindows(t, db, d)}
 		var stream atomic.Int64
-		steps := 15
+		steps := 8
 		if d.Dialect == deduplicator.SQLite {
-			steps = 120
+			steps = 60
 		}
 		rapid.Check(t, func(rt *rapid.T) {
 			name := fmt.Sprint("s", stream.Add(1))
