@@ -29,6 +29,7 @@ const (
 type Event struct {
 	Step  Step
 	Query string      // of a statement
+	InTx  bool        // it is one of a transaction
 	Err   error       // of a commit that is done
 	Conn  driver.Conn // the driver's own
 }
@@ -121,6 +122,11 @@ type conn struct {
 	driver.Conn
 	hook Hook
 	cut  atomic.Bool
+	inTx bool
+
+	// skipped is a statement that the driver wants to be prepared first
+	// (driver.ErrSkip), as go-sql-driver/mysql does: its hook was called already.
+	skipped string
 }
 
 func (c *conn) check() error {
@@ -135,7 +141,7 @@ func (c *conn) call(ctx context.Context, e Event) error {
 	if err := c.check(); err != nil {
 		return err
 	}
-	e.Conn = c.inner()
+	e.Conn, e.InTx = c.inner(), c.inTx
 	err := c.hook(ctx, e)
 	if errors.Is(err, ErrCut) {
 		c.cut.Store(true)
@@ -177,6 +183,7 @@ func (c *conn) BeginTx(ctx context.Context, opts driver.TxOptions) (driver.Tx, e
 	if err != nil {
 		return nil, err
 	}
+	c.inTx = true
 	return &tx{inner, c, ctx}, nil
 }
 
@@ -190,11 +197,13 @@ func (t *tx) Commit() error {
 	if err := t.conn.call(t.ctx, Event{Step: Commit}); err != nil {
 		return err
 	}
+	t.conn.inTx = false
 	err := t.Tx.Commit()
 	return errors.Join(err, t.conn.call(t.ctx, Event{Step: CommitDone, Err: err}))
 }
 
 func (t *tx) Rollback() error {
+	t.conn.inTx = false
 	if t.conn.check() != nil {
 		return driver.ErrBadConn // closes the connection
 	}
@@ -203,10 +212,16 @@ func (t *tx) Rollback() error {
 
 // statement runs do between the hook's two calls.
 func statement[T any](ctx context.Context, c *conn, query string, do func() (T, error)) (result T, err error) {
-	if err := c.call(ctx, Event{Step: Statement, Query: query}); err != nil {
-		return result, err
+	if c.skipped != query || query == "" {
+		if err := c.call(ctx, Event{Step: Statement, Query: query}); err != nil {
+			return result, err
+		}
 	}
+	c.skipped = ""
 	if result, err = do(); err != nil {
+		if errors.Is(err, driver.ErrSkip) {
+			c.skipped = query
+		}
 		return result, err
 	}
 	if err := c.call(ctx, Event{Step: StatementDone, Query: query}); err != nil {
