@@ -21,7 +21,7 @@ test-long: export PROPERTY_CHECKS ?= 20
 test-long: FUZZ_TIME ?= 2m
 test-long:
 	$(SERVICES) run -- go test -race -count=1 -timeout 90m -v ./tests/crash ./tests/property
-	$(SERVICES) run postgres mariadb -- go test -run '^$$' -fuzz FuzzKeys -fuzztime $(FUZZ_TIME) ./tests/property
+	$(SERVICES) run postgres mariadb -- go test -run '^$$' -fuzz FuzzKeys -fuzztime $(FUZZ_TIME) -fuzzminimizetime 10x ./tests/property
 
 ## test-fast: the tests that need no server
 test-fast:

@@ -65,7 +65,7 @@ func (r *rig) learn(ctx context.Context) error {
 	case after.published > before.published:
 		return fmt.Errorf("the handler publishes %d messages itself: they are out even when its transaction is rolled back. Return them instead", after.published-before.published)
 	case len(ran) == 0:
-		return errors.New("Effects changes, but the handler has run no statement in its transaction" + r.unusedTx(ran))
+		return errors.New("the message has an effect, but the handler has run no statement in its transaction" + r.unusedTx(ran))
 	}
 	r.stop = false
 	r.statements = ran
@@ -118,7 +118,7 @@ func (r *rig) measure(ctx context.Context) (measurement, error) {
 	defer cancel()
 	effects, err := r.Effects(ctx)
 	if err != nil {
-		return measurement{}, fmt.Errorf("Effects: %w", err)
+		return measurement{}, fmt.Errorf("measure Effects: %w", err)
 	}
 	return measurement{effects, r.Publisher.published()}, nil
 }
@@ -197,7 +197,7 @@ func (r *rig) completed(ctx context.Context, key string, msg *message.Message, b
 		return errors.New("the handler was called for a copy of a message that was acknowledged; is Deduplicate in the chain?")
 	}
 	if got := after.effects - before.effects; got != r.effects {
-		return fmt.Errorf("Effects has changed by %d, for the first message by %d", got, r.effects)
+		return fmt.Errorf("the message has changed Effects by %d, the first one by %d", got, r.effects)
 	}
 	for _, uuid := range returned {
 		if r.emitted[uuid] == 0 {

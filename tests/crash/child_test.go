@@ -165,12 +165,3 @@ func (c *child) lastStep() string {
 	}
 	return last
 }
-
-func (c *child) count(line string) (n int) {
-	for _, l := range c.seen() {
-		if l == line {
-			n++
-		}
-	}
-	return n
-}

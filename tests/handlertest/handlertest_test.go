@@ -268,7 +268,7 @@ func TestBadHandlers(t *testing.T) {
 					return nil, err
 				}
 			},
-			found: "for the first message by",
+			found: "the first one by",
 		},
 	} {
 		for _, d := range testdb.Servers {
