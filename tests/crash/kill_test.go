@@ -84,35 +84,43 @@ func killAtEachStep(t *testing.T, tr *trial) {
 func TestKilledAtRandom(t *testing.T) {
 	t.Parallel()
 	for _, driver := range testdb.Servers {
-		t.Run(driver.Name, func(t *testing.T) {
+		t.Run("kafka/"+driver.Name, func(t *testing.T) {
 			t.Parallel()
-			rng := random(t)
-			cuts := int(number(t, "CRASH_CUTS", 25))
-			tr := onDatabase(t, driver, kafka)
-			where := map[string]int{}
-			started := time.Now()
-			for range cuts {
-				tr.publishNext(10)
-				c := spawn(t, tr.settings)
-				var moment time.Duration
-				if rng.IntN(8) > 0 { // else anywhere, perhaps while it starts
-					c.await("message", func(line string) bool { return line == stock+" "+string(claimed) || line == ledger+" "+string(claimed) })
-					moment = time.Duration(rng.Int64N(int64(150 * time.Millisecond)))
-				} else {
-					moment = time.Duration(rng.Int64N(int64(2 * time.Second)))
-				}
-				time.Sleep(moment)
-				c.kill()
-				where[c.lastStep()]++
-			}
-			t.Logf("%d cuts in %v, by the last step before:", cuts, time.Since(started).Round(time.Second))
-			for _, last := range slices.Sorted(maps.Keys(where)) {
-				t.Logf("%4d %s", where[last], last)
-			}
-			c := spawn(t, tr.settings)
-			defer c.kill()
-			tr.requireExactlyOnce()
-			t.Logf("%d events, each took effect once", len(tr.events))
+			killAtRandom(t, driver, kafka)
 		})
 	}
+	t.Run("amqp/"+testdb.PGX.Name, func(t *testing.T) {
+		t.Parallel()
+		killAtRandom(t, testdb.PGX, rabbitMQ)
+	})
+}
+
+func killAtRandom(t *testing.T, driver testdb.Driver, broker brokerKind) {
+	rng := random(t)
+	cuts := int(number(t, "CRASH_CUTS", 25))
+	tr := onDatabase(t, driver, broker)
+	where := map[string]int{}
+	started := time.Now()
+	for range cuts {
+		tr.publishNext(10)
+		c := spawn(t, tr.settings)
+		var moment time.Duration
+		if rng.IntN(8) > 0 { // else anywhere, perhaps while it starts
+			c.await("message", func(line string) bool { return line == stock+" "+string(claimed) || line == ledger+" "+string(claimed) })
+			moment = time.Duration(rng.Int64N(int64(150 * time.Millisecond)))
+		} else {
+			moment = time.Duration(rng.Int64N(int64(2 * time.Second)))
+		}
+		time.Sleep(moment)
+		c.kill()
+		where[c.lastStep()]++
+	}
+	t.Logf("%d cuts in %v, by the last step before:", cuts, time.Since(started).Round(time.Second))
+	for _, last := range slices.Sorted(maps.Keys(where)) {
+		t.Logf("%4d %s", where[last], last)
+	}
+	c := spawn(t, tr.settings)
+	defer c.kill()
+	tr.requireExactlyOnce()
+	t.Logf("%d events, each took effect once", len(tr.events))
 }
