@@ -41,9 +41,8 @@ import (
 // required.
 type Case struct {
 	// DB has the tables that the handler writes. Test adds those of the
-	// deduplicator where they are missing, and leaves its rows behind. While a
-	// transaction is open, the handler's other queries and Effects need a second
-	// connection.
+	// deduplicator where they are missing, and leaves its rows behind. A pool of
+	// one connection is enough, if the handler needs no second one.
 	DB      *sql.DB
 	Dialect deduplicator.Dialect
 

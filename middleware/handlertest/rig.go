@@ -270,12 +270,16 @@ func (r *rig) deliver(ctx context.Context, key string, msg *message.Message) (an
 	delivered.SetContext(ctx)
 	timeout := time.NewTimer(patience)
 	defer timeout.Stop()
-	stuck := fmt.Errorf("the message is not done after %v%s", patience, r.hint())
+	stuck := func() (answer, error) {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		r.stop = true
+		return answer{}, fmt.Errorf("the message is not done after %v; %s", patience, stuckHint)
+	}
 	select {
 	case r.incoming <- delivered:
 	case <-timeout.C:
-		r.stop = true
-		return answer{}, stuck
+		return stuck()
 	}
 	var acked bool
 	select {
@@ -283,18 +287,15 @@ func (r *rig) deliver(ctx context.Context, key string, msg *message.Message) (an
 		acked = true
 	case <-delivered.Nacked():
 	case <-timeout.C:
-		r.stop = true
-		return answer{}, stuck
+		return stuck()
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return answer{acked, r.err}, nil
 }
 
-// hint is what most often is the cause when a handler can't go on.
-func (r *rig) hint() string {
-	return "; a handler that waits for a second connection, or for a row that its own transaction has locked, can't go on: use middleware.Tx(msg.Context()) for all that it does"
-}
+// stuckHint is what most often is the cause when a handler can't go on.
+const stuckHint = "a handler that waits for a second connection, or for a row that its own transaction has locked, can't go on: use middleware.Tx(msg.Context()) for all that it does"
 
 // short is a statement for a message.
 func short(query string) string {

@@ -109,6 +109,12 @@ func TestGoodHandlers(t *testing.T) {
 				s := open(t, d)
 				handlertest.Test(t, s.newCase(s.good))
 			})
+			t.Run("on one connection", func(t *testing.T) {
+				t.Parallel()
+				s := open(t, d)
+				s.SetMaxOpenConns(1)
+				handlertest.Test(t, s.newCase(s.good))
+			})
 			t.Run("without outputs, in a chain of its own", func(t *testing.T) {
 				t.Parallel()
 				s := open(t, d)
