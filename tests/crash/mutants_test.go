@@ -5,8 +5,8 @@ import (
 	"crypto/rand"
 	"strings"
 	"testing"
-	"time"
 
+	"github.com/IBM/sarama"
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/stretchr/testify/require"
@@ -22,7 +22,8 @@ type mutant struct {
 	effectOutside bool
 
 	killedAt step
-	found    string // what the comparison has to say
+	before   func(*trial) // waits for what must happen before the kill
+	found    string       // what the comparison has to say
 }
 
 // mutants show that the comparison sees what it is there for.
@@ -32,11 +33,11 @@ var mutants = map[string]mutant{
 			return func(msg *message.Message) ([]*message.Message, error) {
 				msg.SetContext(context.WithoutCancel(msg.Context())) // which Ack would end
 				msg.Ack()
-				time.Sleep(500 * time.Millisecond) // for the broker to learn of it
 				return h(msg)
 			}
 		},
 		killedAt: committing,
+		before:   (*trial).awaitAck,
 		found:    "missing: it took no effect",
 	},
 	"claims in a transaction of its own": {
@@ -89,6 +90,26 @@ func (s outputsRenamed) Process(ctx context.Context, claim deduplicator.Claim, w
 	return result, err
 }
 
+// awaitAck waits until Kafka has noted that an order was acknowledged.
+func (tr *trial) awaitAck() {
+	tr.t.Helper()
+	admin, err := sarama.NewClusterAdmin(tr.Kafka, nil)
+	require.NoError(tr.t, err)
+	defer admin.Close() //nolint:errcheck // it only reads
+	tr.eventually("the ack of an order", func(context.Context) (bool, error) {
+		offsets, err := admin.ListConsumerGroupOffsets(stock+"-"+tr.Run, nil)
+		if err != nil {
+			return false, err
+		}
+		for _, block := range offsets.Blocks[tr.orders()] {
+			if block.Offset > 0 {
+				return true, nil
+			}
+		}
+		return false, nil
+	})
+}
+
 func TestTheComparisonFindsMutants(t *testing.T) {
 	t.Parallel()
 	for name, m := range mutants {
@@ -104,6 +125,9 @@ func TestTheComparisonFindsMutants(t *testing.T) {
 			s.Mutant, s.Stop, s.StopIn = name, m.killedAt, delivery{stock, "only"}
 			c := spawn(t, s)
 			c.awaitStop(m.killedAt)
+			if m.before != nil {
+				m.before(tr)
+			}
 			c.kill()
 
 			s.Stop = ""

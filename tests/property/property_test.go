@@ -125,7 +125,7 @@ func TestModel(t *testing.T) { //nolint:paralleltest // see checks
 	for _, row := range []struct {
 		driver testdb.Driver
 		checks int
-	}{{testdb.SQLite, 80}, {testdb.PGX, 25}, {testdb.MySQL, 25}} {
+	}{{testdb.SQLite, 50}, {testdb.PGX, 15}, {testdb.MySQL, 15}} {
 		t.Run(row.driver.Name, func(t *testing.T) {
 			checks(t, row.checks)
 			db := testdb.Open(t, row.driver)
