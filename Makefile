@@ -8,11 +8,20 @@ SERVICES    = go run ./tests/services
 PACKAGES = ./... ./examples/... ./examples/querylayers/... ./tests/...
 MODULES  = . examples examples/querylayers tests
 
-.PHONY: test test-fast bench services services-stop lint lint-static vuln orders
+.PHONY: test test-long test-fast bench services services-stop lint lint-static vuln orders
 
 ## test: all tests, with the race detector, on the real servers
 test:
 	$(SERVICES) run postgres mariadb amqp amqp4 kafka -- go test -race -count=1 -timeout 15m $(PACKAGES)
+
+## test-long: more of what is random: kills (CRASH_CUTS per database, CRASH_SEED),
+## runs against the model (PROPERTY_CHECKS times as many), keys (FUZZ_TIME)
+test-long: export CRASH_CUTS ?= 200
+test-long: export PROPERTY_CHECKS ?= 20
+test-long: FUZZ_TIME ?= 2m
+test-long:
+	$(SERVICES) run -- go test -race -count=1 -timeout 90m -v ./tests/crash ./tests/property
+	$(SERVICES) run postgres mariadb -- go test -run '^$$' -fuzz FuzzKeys -fuzztime $(FUZZ_TIME) -fuzzminimizetime 10x ./tests/property
 
 ## test-fast: the tests that need no server
 test-fast:

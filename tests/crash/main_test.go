@@ -1,0 +1,60 @@
+// Package crash_test kills workers, connections and databases, and counts what
+// took effect.
+//
+// Workers are processes of their own: this test binary again, with a variable
+// that says what to do. They are killed by SIGKILL at named steps and at random
+// moments; a new one goes on each time. The broker outlives them, so what they
+// did not acknowledge is delivered again.
+//
+// The environment sets how long this takes:
+//
+//	CRASH_CUTS  random cuts per database, 25 if unset
+//	CRASH_SEED  of the random cuts, chosen and printed if unset
+package crash_test
+
+import (
+	"math/rand/v2"
+	"os"
+	"strconv"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+)
+
+// patience is for what must happen.
+const patience = 2 * time.Minute
+
+// childVariable has the settings of a worker process.
+const childVariable = "CRASH_CHILD"
+
+func TestMain(m *testing.M) {
+	if encoded := os.Getenv(childVariable); encoded != "" {
+		runChild(encoded) // does not return
+	}
+	goleak.VerifyTestMain(m,
+		// sarama's metrics share one ticker per process, which never ends.
+		goleak.IgnoreTopFunction("github.com/rcrowley/go-metrics.(*meterArbiter).tick"))
+}
+
+// number returns what an environment variable says.
+func number(t *testing.T, variable string, unset uint64) uint64 {
+	t.Helper()
+	text := os.Getenv(variable)
+	if text == "" {
+		return unset
+	}
+	n, err := strconv.ParseUint(text, 10, 64)
+	if err != nil {
+		t.Fatalf("%s: %v", variable, err)
+	}
+	return n
+}
+
+// random returns a generator whose seed is in the log.
+func random(t *testing.T) *rand.Rand {
+	t.Helper()
+	seed := number(t, "CRASH_SEED", rand.Uint64N(1<<32))
+	t.Logf("CRASH_SEED=%d", seed)
+	return rand.New(rand.NewPCG(seed, 0))
+}
