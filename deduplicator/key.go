@@ -42,6 +42,40 @@ func FromUUID() KeyFunc {
 	}
 }
 
+// FromParts returns a KeyFunc that joins the keys of several, such as an order
+// number and an event type, each with its length in bytes before it: "a", "bc" and
+// "ab", "c" are different keys. A part that is missing is an error.
+func FromParts(parts ...KeyFunc) KeyFunc {
+	return func(msg *message.Message) (string, error) {
+		var b strings.Builder
+		for _, part := range parts {
+			key, err := part(msg)
+			if err != nil {
+				return "", err
+			}
+			fmt.Fprintf(&b, "%d:%s", len(key), key)
+		}
+		return b.String(), nil
+	}
+}
+
+// FirstOf returns a KeyFunc that takes the first of several keys that a message
+// has: for producers that don't all set the preferred one. Copies of a message must
+// agree on which they have, so never fall back from an event id to a broker's
+// message id for messages that their producer may send again.
+func FirstOf(keys ...KeyFunc) KeyFunc {
+	return func(msg *message.Message) (string, error) {
+		err := fmt.Errorf("%w: FirstOf has no keys", ErrNoKey)
+		for _, key := range keys {
+			var value string
+			if value, err = key(msg); err == nil && value != "" {
+				return value, nil
+			}
+		}
+		return "", err
+	}
+}
+
 // FromJSON returns a KeyFunc that reads a string or number from a JSON payload:
 // a top-level field by its name, such as "order_id", or any value by its JSON
 // Pointer (RFC 6901), such as "/order/id". A number's key is its text in the

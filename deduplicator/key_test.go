@@ -103,3 +103,42 @@ func TestPayloadFingerprint(t *testing.T) {
 		t.Error("fingerprints do not tell payloads apart")
 	}
 }
+
+func TestFromParts(t *testing.T) {
+	t.Parallel()
+	message := func(a, b string) *message.Message {
+		msg := message.NewMessage("u", nil)
+		msg.Metadata.Set("a", a)
+		msg.Metadata.Set("b", b)
+		return msg
+	}
+	key := deduplicator.FromParts(deduplicator.FromMetadata("a"), deduplicator.FromMetadata("b"))
+	one, err1 := key(message("a", "bc"))
+	two, err2 := key(message("ab", "c"))
+	if err1 != nil || err2 != nil || one != "1:a2:bc" || one == two {
+		t.Errorf("%q %v, %q %v", one, err1, two, err2)
+	}
+	if _, err := key(message("a", "")); !errors.Is(err, deduplicator.ErrNoKey) {
+		t.Errorf("a missing part: %v", err)
+	}
+}
+
+func TestFirstOf(t *testing.T) {
+	t.Parallel()
+	key := deduplicator.FirstOf(deduplicator.FromMetadata("id"), deduplicator.FromUUID())
+	msg := message.NewMessage("uuid", nil)
+	if got, err := key(msg); got != "uuid" || err != nil {
+		t.Errorf("%q, %v", got, err)
+	}
+	msg.Metadata.Set("id", "id")
+	if got, err := key(msg); got != "id" || err != nil {
+		t.Errorf("%q, %v", got, err)
+	}
+	msg = message.NewMessage("", nil)
+	if _, err := key(msg); !errors.Is(err, deduplicator.ErrNoKey) {
+		t.Errorf("neither: %v", err)
+	}
+	if _, err := deduplicator.FirstOf()(msg); !errors.Is(err, deduplicator.ErrNoKey) {
+		t.Errorf("of nothing: %v", err)
+	}
+}

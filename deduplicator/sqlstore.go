@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
@@ -20,6 +21,8 @@ type SQLStore struct {
 	config  *config
 	queries queries
 	known   *knownKeys
+
+	consumers sync.Map // from names to their owners: see Reserve
 
 	// nil where the driver keeps prepared statements itself
 	claimStmt, storedStmt *sql.Stmt

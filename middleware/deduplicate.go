@@ -1,10 +1,10 @@
 package middleware
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"sync/atomic"
 
 	"github.com/ThreeDotsLabs/watermill/message"
 	watermillmw "github.com/ThreeDotsLabs/watermill/message/router/middleware"
@@ -15,8 +15,9 @@ import (
 )
 
 // ErrNoConsumer says that Deduplicate can't tell in whose name to claim: the
-// message did not come through a Router, or WithConsumer gave one name to two
-// handlers. Nothing is durable; the message is returned to the broker.
+// message did not come through a Router, or two handlers have one name (see
+// [deduplicator.ErrConsumerTaken]). Nothing is durable; the message is returned to
+// the broker.
 var ErrNoConsumer = errors.New("middleware: no consumer name")
 
 // DeduplicateOption configures [Deduplicate].
@@ -32,7 +33,6 @@ type deduplicate struct {
 	fingerprint deduplicator.FingerprintFunc
 	time        deduplicator.TimeFunc
 	consumer    string
-	handler     atomic.Pointer[string] // the one that uses consumer
 	forget      *forgetter
 	err         error
 }
@@ -159,16 +159,17 @@ func (e *parkedInside) Error() string { return e.reason }
 
 func (d *deduplicate) claim(ctx context.Context, msg *message.Message) (deduplicator.Claim, error) {
 	handler := message.HandlerNameFromCtx(ctx)
-	consumer := handler
-	if d.consumer != "" {
-		consumer = d.consumer
-		if !d.handler.CompareAndSwap(nil, &handler) && *d.handler.Load() != handler {
-			return deduplicator.Claim{}, fmt.Errorf("%w: WithConsumer(%q) serves handler %q, so not %q",
-				ErrNoConsumer, consumer, *d.handler.Load(), handler)
-		}
-	}
+	consumer := cmp.Or(d.consumer, handler)
 	if consumer == "" {
 		return deduplicator.Claim{}, fmt.Errorf("%w: the message has no handler name; add the chain to a Router or use WithConsumer", ErrNoConsumer)
+	}
+	if store, ok := d.store.(interface {
+		Reserve(consumer, owner string) error
+	}); ok {
+		owner := fmt.Sprintf("handler %q of topic %q", handler, message.SubscribeTopicFromCtx(ctx))
+		if err := store.Reserve(consumer, owner); err != nil {
+			return deduplicator.Claim{}, fmt.Errorf("%w: %w", ErrNoConsumer, err)
+		}
 	}
 	key, err := d.key(msg)
 	if err != nil {

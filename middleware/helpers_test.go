@@ -20,6 +20,8 @@ import (
 
 // memoryStore is a Store without a database: the real ones are under tests/.
 type memoryStore struct {
+	owners sync.Map // of consumer names
+
 	mu      sync.Mutex
 	claims  map[string]*record
 	forgot  []deduplicator.Claim
@@ -70,6 +72,13 @@ func (s *memoryStore) saw() []deduplicator.Claim {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return slices.Clone(s.seen)
+}
+
+func (s *memoryStore) Reserve(consumer, owner string) error {
+	if first, taken := s.owners.LoadOrStore(consumer, owner); taken && first != owner {
+		return deduplicator.ErrConsumerTaken
+	}
+	return nil
 }
 
 func (s *memoryStore) fail(err error) {

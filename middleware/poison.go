@@ -24,7 +24,12 @@ const unkeyed = "unkeyed"
 // Not parked, but returned to the broker, are messages whose error does not speak
 // against them: the store is unavailable, the key is in flight, the outcome of the
 // commit is unknown, this process was replaced (see Stamp), or the message's context
-// was cancelled, as subscribers do when they close. When publishing fails the message is returned to the broker as well.
+// was cancelled, as subscribers do when they close. When publishing fails the message
+// is returned to the broker as well.
+//
+// A database connection that is lost while the handler works can't be told from the
+// handler's own failure. With WithRetry inside, the next attempt finds out; without
+// it, that message is parked.
 //
 // topic must exist on the broker: see Declare of ordering.Broker.
 func WithPoisonQueue(pub message.Publisher, topic string) Link {
