@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
+
+	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 )
 
 // Defaults of [NewCleaner].
@@ -209,7 +211,7 @@ func (c *Cleaner) deleteAll(ctx context.Context, statement string, rows *int64) 
 // delete runs one batch at read committed: MySQL's default would also lock the
 // gaps between the rows.
 func (c *Cleaner) delete(ctx context.Context, statement string) (n int64, err error) {
-	err = c.store.retry(ctx, func() error {
+	err = sqldb.Retry(ctx, aloneLimit, func() error {
 		opts := &sql.TxOptions{Isolation: sql.LevelReadCommitted}
 		if c.store.config.dialect == SQLite {
 			opts = nil

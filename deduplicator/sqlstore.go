@@ -326,6 +326,9 @@ func (s *SQLStore) commitFailed(ctx context.Context, claim Claim, cause error) (
 	return Result{}, fmt.Errorf("%w: %w", ErrOutcomeUnknown, errors.Join(cause, err))
 }
 
+// aloneLimit is how long a statement of its own gives way to other transactions.
+const aloneLimit = 5 * time.Second
+
 // Forget implements [Store].
 func (s *SQLStore) Forget(ctx context.Context, claims ...Claim) error {
 	for len(claims) > 0 {
@@ -346,7 +349,7 @@ func (s *SQLStore) Forget(ctx context.Context, claims ...Claim) error {
 // exec runs one statement in a transaction of its own, again while other
 // transactions make the database refuse it.
 func (s *SQLStore) exec(ctx context.Context, query string, args ...any) (result sql.Result, err error) {
-	err = s.retry(ctx, func() (err error) {
+	err = sqldb.Retry(ctx, aloneLimit, func() (err error) {
 		result, err = s.db.ExecContext(ctx, query, args...)
 		return err
 	})

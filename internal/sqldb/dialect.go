@@ -152,7 +152,7 @@ func Ping(ctx context.Context, db *sql.DB) error {
 
 // Apply runs the statements of script, which are separated by semicolons, so
 // that several instances can do it at once. They must be of the form "create if
-// it does not exist". It runs them again where another transaction was in the way.
+// it does not exist".
 func Apply(ctx context.Context, db *sql.DB, d Dialect, script string) error {
 	return Retry(ctx, applyLimit, func() error { return apply(ctx, db, d, script) })
 }
