@@ -53,7 +53,8 @@ func (r *rig) start() {
 	r.incoming, r.done, r.forgot = make(chan *message.Message), make(chan error, 1), make(chan struct{}, 10)
 	r.db = sql.OpenDB(sqlhook.Wrap(sqlhook.Borrow(r.plain), r.hook))
 	r.db.SetMaxIdleConns(-1)
-	store, err := deduplicator.NewSQLStore(context.Background(), r.db, r.dialect)
+	// Without known keys, so that every copy meets the database and its faults.
+	store, err := deduplicator.NewSQLStore(context.Background(), r.db, r.dialect, deduplicator.WithKnownKeys(0))
 	r.must(err)
 	var used deduplicator.Store = forgetful{store, r}
 	if r.mutant != none {
