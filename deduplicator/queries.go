@@ -41,14 +41,6 @@ func newQueries(c *config, mariaDB bool) queries {
 	q := queries{rebind: c.dialect.Rebind}
 	q.claimArgs = func(claim Claim) []any { return append(key(claim), claim.Fingerprint) }
 	switch c.dialect {
-	case PostgreSQL:
-		// lock_timeout is set for the wait on a twin, and set back by RETURNING,
-		// which runs only for a new key: the handler's statements never see it.
-		// For a duplicate the transaction, and the setting with it, ends at once.
-		q.claim = "WITH s AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, set_config('lock_timeout', '" +
-			milliseconds(c.claimTimeout) + "', true)) " + insert +
-			"SELECT ?, ?, ?, " + now + " FROM s ON CONFLICT (consumer_name, message_key) DO NOTHING " +
-			"RETURNING set_config('lock_timeout', (SELECT before FROM s), true)"
 	case MySQL:
 		// The update changes the row, so that the count is 1 for a new key and 2
 		// for a known one, with clientFoundRows and without (MySQL manual,
@@ -60,7 +52,7 @@ func newQueries(c *config, mariaDB bool) queries {
 		} else {
 			q.claim = strings.Replace(q.claim, "INSERT", "INSERT /*+ SET_VAR(innodb_lock_wait_timeout = "+seconds+") */", 1)
 		}
-	case SQLite:
+	case PostgreSQL, SQLite:
 		q.claim = insert + "VALUES (?, ?, ?, " + now + ") ON CONFLICT (consumer_name, message_key) DO NOTHING"
 	}
 	q.claim = c.dialect.Rebind(q.claim)
@@ -108,10 +100,6 @@ func (c *config) age(column string) string {
 	default:
 		return "CAST((julianday('now') - julianday(" + column + ")) * 86400000000 AS INTEGER)"
 	}
-}
-
-func milliseconds(d time.Duration) string {
-	return strconv.FormatInt(max(d.Milliseconds(), 1), 10) + "ms"
 }
 
 func (q *queries) forget(claims int) string {
@@ -192,9 +180,21 @@ func decodeMetadata(encoded []byte) (map[string]string, error) {
 	return metadata, nil
 }
 
-func (c *config) txOptions() *sql.TxOptions {
-	if c.dialect == SQLite {
-		return nil // it has one level, and drivers refuse to be told
+// txOptions are those of every transaction: nil where the isolation level is the
+// one that transactions have anyway, since drivers spend a round trip or the server
+// some parsing on it.
+func (c *config) txOptions(ctx context.Context, db *sql.DB) (*sql.TxOptions, error) {
+	switch c.dialect {
+	case SQLite:
+		return nil, nil // it has one level, and drivers refuse to be told
+	case PostgreSQL:
+		var level string
+		if err := db.QueryRowContext(ctx, "SHOW default_transaction_isolation").Scan(&level); err != nil {
+			return nil, err
+		}
+		if strings.EqualFold(level, c.isolation.String()) {
+			return nil, nil
+		}
 	}
-	return &sql.TxOptions{Isolation: c.isolation}
+	return &sql.TxOptions{Isolation: c.isolation}, nil
 }

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync/atomic"
 
 	"github.com/ThreeDotsLabs/watermill/message"
 	watermillmw "github.com/ThreeDotsLabs/watermill/message/router/middleware"
@@ -33,6 +34,7 @@ type deduplicate struct {
 	fingerprint deduplicator.FingerprintFunc
 	time        deduplicator.TimeFunc
 	consumer    string
+	owner       atomic.Pointer[[2]string] // handler and topic that have reserved last
 	forget      *forgetter
 	err         error
 }
@@ -163,13 +165,8 @@ func (d *deduplicate) claim(ctx context.Context, msg *message.Message) (deduplic
 	if consumer == "" {
 		return deduplicator.Claim{}, fmt.Errorf("%w: the message has no handler name; add the chain to a Router or use WithConsumer", ErrNoConsumer)
 	}
-	if store, ok := d.store.(interface {
-		Reserve(consumer, owner string) error
-	}); ok {
-		owner := fmt.Sprintf("handler %q of topic %q", handler, message.SubscribeTopicFromCtx(ctx))
-		if err := store.Reserve(consumer, owner); err != nil {
-			return deduplicator.Claim{}, fmt.Errorf("%w: %w", ErrNoConsumer, err)
-		}
+	if err := d.reserve(consumer, handler, message.SubscribeTopicFromCtx(ctx)); err != nil {
+		return deduplicator.Claim{}, err
 	}
 	key, err := d.key(msg)
 	if err != nil {
@@ -186,6 +183,22 @@ func (d *deduplicate) claim(ctx context.Context, msg *message.Message) (deduplic
 		claim.Fingerprint = d.fingerprint(msg)
 	}
 	return claim, nil
+}
+
+// reserve asks the store, once per handler, whether the consumer name is free.
+func (d *deduplicate) reserve(consumer, handler, topic string) error {
+	store, ok := d.store.(interface {
+		Reserve(consumer, owner string) error
+	})
+	owner := [2]string{handler, topic}
+	if last := d.owner.Load(); !ok || last != nil && *last == owner {
+		return nil
+	}
+	if err := store.Reserve(consumer, fmt.Sprintf("handler %q of topic %q", handler, topic)); err != nil {
+		return fmt.Errorf("%w: %w", ErrNoConsumer, err)
+	}
+	d.owner.Store(&owner)
+	return nil
 }
 
 type claimKey struct{}
