@@ -106,6 +106,22 @@ func TestRequirements(t *testing.T) {
 	require.Len(t, seen, 5+12+9+8, "rows")
 }
 
+// The documents name only tests that exist.
+func TestDocumentsNameTests(t *testing.T) {
+	t.Parallel()
+	names := testNames(t)
+	documents, err := filepath.Glob(filepath.Join(root, "docs", "*.md"))
+	require.NoError(t, err)
+	require.NotEmpty(t, documents)
+	for _, document := range append(documents, filepath.Join(root, "README.md")) {
+		text, err := os.ReadFile(document)
+		require.NoError(t, err)
+		for _, match := range testName.FindAllStringSubmatch(string(text), -1) {
+			require.True(t, names[match[1]], "%s names %s, which does not exist", document, match[1])
+		}
+	}
+}
+
 func testNames(t *testing.T) map[string]bool {
 	names := map[string]bool{}
 	require.NoError(t, filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
