@@ -176,11 +176,11 @@ func (r *rig) exactlyOnce(ctx context.Context, f fault) error {
 			return fmt.Errorf("the message still fails when delivered for the %dth time, without a fault: %w", n, a.err)
 		}
 	}
-	return r.completed(ctx, key, msg, before, f)
+	return r.completed(ctx, key, msg, before)
 }
 
 // completed checks a message that is acknowledged, and delivers it once more.
-func (r *rig) completed(ctx context.Context, key string, msg *message.Message, before measurement, f fault) error {
+func (r *rig) completed(ctx context.Context, key string, msg *message.Message, before measurement) error {
 	r.mu.Lock()
 	runs, returned := r.runs, slices.Clone(r.returned)
 	r.mu.Unlock()
@@ -237,7 +237,7 @@ func (r *rig) copies(ctx context.Context) error {
 	if err := errors.Join(<-done, <-done); err != nil {
 		return err
 	}
-	return r.completed(ctx, key, msg, before, fault{})
+	return r.completed(ctx, key, msg, before)
 }
 
 // rolledBack reports whether a handler has gone back to a savepoint.
