@@ -12,6 +12,7 @@ import (
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/internal/metadata"
+	"github.com/seed-2f56a981/watermill-idempotent/internal/outputs"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
 
@@ -127,6 +128,9 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 			}
 			if now := msg.Metadata.Get(watermillmw.ReasonForPoisonedKey); now != reason {
 				return nil, &parkedInside{reason: now}
+			}
+			if err := outputs.Stamp(ctx, produced); err != nil {
+				return nil, err
 			}
 			return toOutputs(message.PublishTopicFromCtx(ctx), produced)
 		})

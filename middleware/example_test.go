@@ -7,6 +7,8 @@ import (
 	"log"
 	"log/slog"
 	"os"
+	"os/signal"
+	"syscall"
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -20,7 +22,9 @@ import (
 
 // PostgreSQL and RabbitMQ; errors end the program.
 func Example() {
-	ctx, logger := context.Background(), watermill.NewSlogLogger(nil)
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	logger := watermill.NewSlogLogger(nil)
 
 	// Your database, and the tables of this module in it.
 	db := must(sql.Open("pgx", os.Getenv("POSTGRES_DSN")))
@@ -29,7 +33,9 @@ func Example() {
 	store := must(deduplicator.NewSQLStore(ctx, db, deduplicator.PostgreSQL))
 	versions := must(ordering.NewVersions(ctx, db, ordering.PostgreSQL))
 
-	// Your broker. With kafkashard.Open nothing below changes.
+	// Your broker, with a consumer group: handlers that both need all messages of a
+	// topic are two groups. For Kafka only this line changes:
+	// kafkashard.Open(ctx, kafkashard.Config{Brokers: []string{"localhost:9092"}, Group: "shop"}, logger)
 	broker := must(amqpshard.Open(ctx, amqpshard.Config{URL: os.Getenv("AMQP_URL"), Group: "shop"}, logger))
 	check(broker.Declare(ctx, "orders", "orders.poison"))
 
@@ -52,7 +58,8 @@ func Example() {
 			return middleware.Permanent(err) // to the poison queue at once
 		}
 		tx, _ := middleware.Tx(msg.Context()) // *sql.Tx: committed after the handler returns nil
-		_, err := tx.ExecContext(msg.Context(), `UPDATE orders SET status = $1 WHERE id = $2`, order.Status, order.ID)
+		_, err := tx.ExecContext(msg.Context(), `INSERT INTO orders (id, status) VALUES ($1, $2)
+			ON CONFLICT (id) DO UPDATE SET status = excluded.status`, order.ID, order.Status)
 		return err
 	})
 	check(router.Run(ctx))

@@ -11,8 +11,11 @@ import (
 // Partition gives each message that the handler returns its partition key, so
 // that all events of one entity go through one shard (see [ordering.StampKey]).
 // A message without a usable key is a permanent error: nothing is published and
-// the transaction is rolled back. It is for publishers that do not stamp keys
-// themselves; those of amqpshard and kafkashard do.
+// the transaction is rolled back.
+//
+// Where the handler's messages come from amqpshard or kafkashard and go to such a
+// publisher, Deduplicate does the same with the Key of the broker's Config, so
+// Partition is for other publishers, and for handlers with a key of their own.
 func Partition(key ordering.KeyFunc) Link {
 	link := Link{name: "Partition", rank: rankPartition}
 	if key == nil {

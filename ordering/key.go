@@ -72,7 +72,7 @@ func KeyFromMetadata(field string) KeyFunc {
 func CheckKey(key string) string {
 	switch {
 	case key == "":
-		return "no partition key"
+		return "no partition key: set the metadata field " + PartitionKeyMetadata + ", or Key in the broker's Config"
 	case len(key) > MaxKeyLength:
 		return fmt.Sprintf("partition key has %d bytes, the limit is %d", len(key), MaxKeyLength)
 	case !utf8.ValidString(key):

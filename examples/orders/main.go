@@ -77,7 +77,7 @@ func parse(args []string, getenv func(string) string, usage io.Writer) (options,
 	f.StringVar(&o.mysql, "mysql", "", "MySQL or MariaDB `DSN` (or MYSQL_DSN)")
 	f.Uint64Var(&o.seed, "seed", 1, "the same seed makes the same traffic and faults")
 	f.IntVar(&o.messages, "messages", 1000, "events of the shop")
-	f.IntVar(&o.entities, "entities", 250, "orders")
+	f.IntVar(&o.entities, "entities", 250, "orders, at most one per event")
 	f.IntVar(&o.duplicates, "duplicates", 30, "percentage of events that come twice")
 	f.IntVar(&o.workers, "workers", 2, "routers that share the work")
 	f.DurationVar(&o.timeout, "timeout", 2*time.Minute, "the longest that each half may take")
@@ -90,6 +90,11 @@ func parse(args []string, getenv func(string) string, usage io.Writer) (options,
 			f.PrintDefaults()
 		}
 		return o, err
+	}
+	given := false
+	f.Visit(func(flag *flag.Flag) { given = given || flag.Name == "entities" })
+	if !given { // few -messages alone are fine
+		o.entities = min(o.entities, o.messages)
 	}
 	o.kafka = first(o.kafka, env("127.0.0.1:9092", "KAFKA_BROKERS", "TEST_KAFKA_BROKERS"))
 	o.amqp = first(o.amqp, env("amqp://guest:guest@127.0.0.1:5672/", "AMQP_URL", "TEST_AMQP_URL"))

@@ -11,6 +11,9 @@ import (
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/cenkalti/backoff/v5"
 	amqp "github.com/rabbitmq/amqp091-go"
+
+	"github.com/seed-2f56a981/watermill-idempotent/internal/outputs"
+	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
 
 const (
@@ -43,6 +46,9 @@ func (s *subscriber) Subscribe(ctx context.Context, topic string) (<-chan *messa
 	if err := checkTopic(s.cfg, topic); err != nil {
 		return nil, err
 	}
+	ctx = outputs.WithStamp(ctx, (*publisher)(nil), func(topic string, msg *message.Message) error {
+		return ordering.StampKey(topic, msg, s.cfg.Key)
+	})
 	intake, stop := context.WithCancel(ctx)
 	sub := &subscription{
 		cfg: s.cfg, topic: topic, stop: stop,

@@ -10,6 +10,9 @@ import (
 	"github.com/IBM/sarama"
 	"github.com/ThreeDotsLabs/watermill-kafka/v3/pkg/kafka"
 	"github.com/ThreeDotsLabs/watermill/message"
+
+	"github.com/seed-2f56a981/watermill-idempotent/internal/outputs"
+	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
 
 const (
@@ -58,6 +61,9 @@ func (s *subscriber) subscribe(ctx context.Context, topic string) (<-chan *messa
 	if err != nil {
 		return nil, fmt.Errorf("kafkashard: subscribe to topic %q: %w", topic, err)
 	}
+	ctx = outputs.WithStamp(ctx, b.Publisher(), func(topic string, msg *message.Message) error {
+		return ordering.StampKey(topic, msg, b.cfg.Key)
+	})
 	in, err := inner.Subscribe(ctx, topic)
 	if err != nil {
 		return nil, fmt.Errorf("kafkashard: subscribe to topic %q: %w", topic, err)

@@ -26,7 +26,7 @@ import (
 var _ stock.Marshaler = amqpshard.Marshaler{}
 
 // timeout is how long a test waits for what must happen.
-const timeout = 30 * time.Second
+const timeout = time.Minute
 
 // minPoll is how often an eventual state is looked at.
 const minPoll = 10 * time.Millisecond

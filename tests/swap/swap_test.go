@@ -89,6 +89,49 @@ func TestSwap(t *testing.T) {
 	}
 }
 
+// A returned message that the broker's publisher would refuse, because it has no
+// partition key, is refused before the commit: afterwards it would hold up its shard
+// for ever.
+func TestReturnedMessageWithoutKey(t *testing.T) {
+	t.Parallel()
+	for broker, connect := range brokers {
+		t.Run(broker, func(t *testing.T) {
+			t.Parallel()
+			ctx, open, suffix := t.Context(), connect(t), watermill.NewShortUUID()
+			s := &shop{
+				t: t, db: testdb.Open(t, testdb.SQLite), dialect: testdb.SQLite.Dialect,
+				orders: "orders-" + suffix, reserved: "reserved-" + suffix, poison: "poison-" + suffix,
+				ended: map[string]map[string]middleware.Outcome{"stock": {}},
+			}
+			s.migrate(ctx)
+			b := open(t, "stock-"+suffix)
+			require.NoError(t, b.Declare(ctx, s.orders, s.reserved, s.poison))
+			store, err := deduplicator.NewSQLStore(ctx, s.db, s.dialect)
+			require.NoError(t, err)
+			chain, err := middleware.Chain(
+				middleware.WithObserver(s.observe),
+				middleware.WithPoisonQueue(b.Publisher(), s.poison),
+				middleware.Deduplicate(store, middleware.WithKey(deduplicator.FromMetadata("event_id"))),
+			)
+			require.NoError(t, err)
+			router, err := message.NewRouter(message.RouterConfig{}, nil)
+			require.NoError(t, err)
+			router.AddMiddleware(chain...)
+			router.AddHandler("stock", s.orders, b.Subscriber(), s.reserved, b.Publisher(), func(msg *message.Message) ([]*message.Message, error) {
+				return []*message.Message{message.NewMessage(watermill.NewUUID(), msg.Payload)}, s.record(msg, "history")
+			})
+			defer s.start(router, b)()
+			require.NoError(t, b.Publisher().Publish(s.orders, newEvent("1", "P-1", 1, "order")))
+			s.eventually(ctx, func() (bool, string) {
+				s.mu.Lock()
+				defer s.mu.Unlock()
+				return s.first("stock")[middleware.Parked] == 1, "the message is not parked"
+			})
+			require.Zero(t, s.count(ctx, "SELECT COUNT(*) FROM history"))
+		})
+	}
+}
+
 const (
 	entities = 12
 	versions = 6

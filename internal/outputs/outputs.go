@@ -1,0 +1,46 @@
+// Package outputs lets a subscriber tell the middlewares what its broker's publisher
+// will do to the messages that a handler returns, so that it is done, or refused,
+// before the handler's transaction commits.
+package outputs
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"github.com/ThreeDotsLabs/watermill/message"
+)
+
+type stamperKey struct{}
+
+type stamper struct {
+	publisher string
+	stamp     func(topic string, msg *message.Message) error
+}
+
+// WithStamp returns ctx for messages of the broker whose publisher is pub and
+// stamps what it publishes with stamp.
+func WithStamp(ctx context.Context, pub message.Publisher, stamp func(topic string, msg *message.Message) error) context.Context {
+	return context.WithValue(ctx, stamperKey{}, stamper{name(pub), stamp})
+}
+
+// name is pub's name as the Router gives it to message.PublisherNameFromCtx.
+func name(pub message.Publisher) string {
+	return strings.TrimLeft(fmt.Sprintf("%T", pub), "*")
+}
+
+// Stamp stamps messages that a handler has returned, if its Router publishes them
+// with a publisher of the kind that its messages come from.
+func Stamp(ctx context.Context, produced []*message.Message) error {
+	s, ok := ctx.Value(stamperKey{}).(stamper)
+	if !ok || s.publisher != message.PublisherNameFromCtx(ctx) {
+		return nil
+	}
+	topic := message.PublishTopicFromCtx(ctx)
+	for _, msg := range produced {
+		if err := s.stamp(topic, msg); err != nil {
+			return err
+		}
+	}
+	return nil
+}
