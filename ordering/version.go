@@ -17,7 +17,11 @@ type VersionFunc func(msg *message.Message) (int64, error)
 // [ParseVersion].
 func VersionFromMetadata(field string) VersionFunc {
 	return func(msg *message.Message) (int64, error) {
-		version, err := ParseVersion(msg.Metadata.Get(field))
+		text := msg.Metadata.Get(field)
+		if text == "" {
+			return 0, fmt.Errorf("%w: metadata field %q is missing or empty", ErrInvalidVersion, field)
+		}
+		version, err := ParseVersion(text)
 		if err != nil {
 			return 0, fmt.Errorf("metadata field %q: %w", field, err)
 		}

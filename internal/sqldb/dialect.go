@@ -136,6 +136,8 @@ func CheckColumns(ctx context.Context, db *sql.DB, d Dialect, table, hint string
 // missing table. ctx bounds the wait even for a driver that does not look at it
 // while it connects, as lib/pq opened by its name.
 func Ping(ctx context.Context, db *sql.DB) error {
+	ctx, cancel := context.WithTimeout(ctx, pingLimit)
+	defer cancel()
 	answer := make(chan error, 1)
 	go func() { answer <- db.PingContext(ctx) }()
 	var err error
@@ -154,8 +156,15 @@ func Ping(ctx context.Context, db *sql.DB) error {
 // that several instances can do it at once. They must be of the form "create if
 // it does not exist".
 func Apply(ctx context.Context, db *sql.DB, d Dialect, script string) error {
+	if err := Ping(ctx, db); err != nil {
+		return err
+	}
 	return Retry(ctx, applyLimit, func() error { return apply(ctx, db, d, script) })
 }
+
+// pingLimit is how long a server may take for its first answer, whatever the
+// context allows.
+const pingLimit = 30 * time.Second
 
 // applyLimit is how long Apply gives way to other transactions, which SQLite
 // refuses to wait for when its busy timeout is short.

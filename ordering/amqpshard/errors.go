@@ -114,7 +114,7 @@ func (e *PublishError) Error() string {
 			b.WriteString(" and others")
 		}
 	}
-	list("unroutable, no group is declared on the topic,", e.Unroutable)
+	list("unroutable, no group has declared the topic (see Broker.Declare),", e.Unroutable)
 	list("unconfirmed, may or may not be stored,", e.Unconfirmed)
 	list("not sent", e.Unsent)
 	if e.Err != nil {
