@@ -14,13 +14,14 @@ MODULES  = . examples examples/querylayers tests
 test:
 	$(SERVICES) run postgres mariadb amqp amqp4 kafka -- go test -race -count=1 -timeout 15m $(PACKAGES)
 
-## test-long: more of what is random: kills (CRASH_CUTS per database, CRASH_SEED),
+## test-long: RabbitMQ killed under load, and more of what is random: kills (CRASH_CUTS per database, CRASH_SEED),
 ## runs against the model (PROPERTY_CHECKS times as many), keys (FUZZ_TIME)
 test-long: export CRASH_CUTS ?= 200
 test-long: export PROPERTY_CHECKS ?= 20
 test-long: FUZZ_TIME ?= 2m
 test-long:
 	$(SERVICES) run -- go test -race -count=1 -timeout 90m -v ./tests/crash ./tests/property
+	BROKER_KILL=1 $(SERVICES) run amqp amqp4 -- go test -race -count=1 -timeout 30m -v -run TestBrokerFaults ./tests/amqp
 	$(SERVICES) run postgres mariadb -- go test -run '^$$' -fuzz FuzzKeys -fuzztime $(FUZZ_TIME) -fuzzminimizetime 10x ./tests/property
 
 ## test-fast: the tests that need no server
