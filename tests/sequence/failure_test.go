@@ -553,10 +553,10 @@ func TestPoisonQueue(t *testing.T) {
 		}
 		k.send(1, processed)
 		for reason, change := range map[string]func(*message.Message){
-			`metadata field "seq": ordering: invalid version: ""`: func(msg *message.Message) { msg.Metadata["seq"] = "" },
-			"ordering: invalid sequence number":                   func(msg *message.Message) { msg.Metadata["seq"] = "0" },
-			"ordering: same sequence number, other content":       func(msg *message.Message) { msg.Payload = []byte("other") },
-			`for topic "": no entity id`:                          func(msg *message.Message) { msg.Metadata["entity"] = "" },
+			`ordering: invalid version: metadata field "seq" is missing or empty`: func(msg *message.Message) { msg.Metadata["seq"] = "" },
+			"ordering: invalid sequence number":                                   func(msg *message.Message) { msg.Metadata["seq"] = "0" },
+			"ordering: same sequence number, other content":                       func(msg *message.Message) { msg.Payload = []byte("other") },
+			`for topic "": no entity id`:                                          func(msg *message.Message) { msg.Metadata["entity"] = "" },
 		} {
 			poison.published = nil
 			msg := k.event("e", 0, 1)
