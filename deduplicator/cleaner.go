@@ -202,7 +202,7 @@ func (c *Cleaner) deleteAll(ctx context.Context, statement string, rows *int64) 
 		if n == 0 { // fewer than a batch can be what another cleaner has left
 			return nil
 		}
-		if !pause(ctx, c.pause/2+rand.N(c.pause+1)) { //nolint:gosec // jitter is no secret
+		if !sqldb.Pause(ctx, c.pause/2+rand.N(c.pause+1)) { //nolint:gosec // jitter is no secret
 			return ctx.Err()
 		}
 	}

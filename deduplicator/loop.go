@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
+
+	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 )
 
 // MinInterval is the shortest interval of a [Cleaner] and a [Relay].
@@ -44,8 +46,8 @@ func checkInterval(d time.Duration) error {
 // loop calls pass until ctx ends; the first time after a part of the interval. A
 // pass that got nowhere doubles the pause.
 func loop(ctx context.Context, interval time.Duration, pass func(ctx context.Context) (ok bool)) {
-	wait := rand.N(interval)                                               //nolint:gosec // jitter is no secret
-	for next := interval; pause(ctx, wait); wait = next/2 + rand.N(next) { //nolint:gosec // as above
+	wait := rand.N(interval)                                                     //nolint:gosec // jitter is no secret
+	for next := interval; sqldb.Pause(ctx, wait); wait = next/2 + rand.N(next) { //nolint:gosec // as above
 		if pass(ctx) {
 			next = interval
 		} else {

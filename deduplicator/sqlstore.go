@@ -123,21 +123,9 @@ func (s *SQLStore) retry(ctx context.Context, once func() error) error {
 		if again && time.Since(started) > s.config.claimTimeout {
 			return fmt.Errorf("%w: %w", ErrInFlight, err)
 		}
-		if !pause(ctx, pauses.NextBackOff()) {
+		if !sqldb.Pause(ctx, pauses.NextBackOff()) {
 			return errors.Join(ctx.Err(), err)
 		}
-	}
-}
-
-// pause waits for d or until ctx ends, and reports whether d passed.
-func pause(ctx context.Context, d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return true
-	case <-ctx.Done():
-		return false
 	}
 }
 

@@ -10,6 +10,7 @@ import (
 	"github.com/ThreeDotsLabs/watermill/message"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
 
@@ -234,7 +235,7 @@ func guard(observers []Observer) message.HandlerMiddleware {
 				d.report(msg, ProducerGap, started, nil)
 			}
 			if err != nil {
-				pause(ctx, nackPause/2+rand.N(nackPause)) //nolint:gosec // jitter is no secret
+				sqldb.Pause(ctx, nackPause/2+rand.N(nackPause)) //nolint:gosec // jitter is no secret
 			}
 			return produced, err
 		}
@@ -246,15 +247,3 @@ var errGoexit = errors.New("handler ended its goroutine")
 // nackPause is about how long a message waits before it goes back to the broker,
 // which may deliver it again at once.
 const nackPause = 100 * time.Millisecond
-
-// pause waits for d or until ctx ends, and reports whether d passed.
-func pause(ctx context.Context, d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return true
-	case <-ctx.Done():
-		return false
-	}
-}

@@ -9,6 +9,7 @@ import (
 	"github.com/cenkalti/backoff/v5"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 )
 
 // Defaults of [Retry].
@@ -90,7 +91,7 @@ func (r Retry) middleware(h message.HandlerFunc) message.HandlerFunc {
 				retries++
 			}
 			d.report(msg, Retried, started, err)
-			if !pause(ctx, intervals.NextBackOff()) {
+			if !sqldb.Pause(ctx, intervals.NextBackOff()) {
 				return produced, err
 			}
 			d.attempt++

@@ -11,6 +11,7 @@ import (
 	"github.com/ThreeDotsLabs/watermill/message"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
 
@@ -85,7 +86,7 @@ func (r *Releaser) Run(ctx context.Context) error {
 		if err := r.Release(ctx); err != nil && ctx.Err() == nil {
 			r.notify(ctx, Event{Outcome: Failed, Attempt: 1, Err: err})
 		}
-		if !pause(ctx, r.config.Interval/2+rand.N(r.config.Interval)) { //nolint:gosec // jitter is no secret
+		if !sqldb.Pause(ctx, r.config.Interval/2+rand.N(r.config.Interval)) { //nolint:gosec // jitter is no secret
 			return ctx.Err()
 		}
 	}
@@ -185,7 +186,7 @@ func (r *Releaser) publish(ctx context.Context, claim deduplicator.Claim, output
 			return r.store.Forget(ctx, claim)
 		}
 		r.notify(ctx, Event{Outcome: Retried, Attempt: 1, Err: fmt.Errorf("publish to %q: %w", r.config.Topic, err)})
-		if !pause(ctx, wait) {
+		if !sqldb.Pause(ctx, wait) {
 			return fmt.Errorf("publish to %q: %w", r.config.Topic, err)
 		}
 	}

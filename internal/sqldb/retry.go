@@ -31,3 +31,15 @@ func Retry(ctx context.Context, limit time.Duration, do func() error) error {
 	}
 	return err
 }
+
+// Pause waits for d or until ctx ends, and reports whether d passed.
+func Pause(ctx context.Context, d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
