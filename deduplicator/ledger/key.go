@@ -119,16 +119,22 @@ func unprintable(r rune) bool { return !unicode.IsPrint(r) }
 
 type callKey struct{}
 
+// call is what the context of a call carries.
+type call struct {
+	key    string
+	effect string // empty if it is not a call of Do
+}
+
 // ContextWithKey returns a context that carries the idempotency key of a request,
 // for a transport that sends it along.
 func ContextWithKey(ctx context.Context, key string) context.Context {
-	return context.WithValue(ctx, callKey{}, key)
+	return context.WithValue(ctx, callKey{}, call{key: key})
 }
 
 // KeyFromContext returns the idempotency key of the effect that ctx belongs to: of
 // the context that [Do] gives the function that calls the provider, or one of
 // [ContextWithKey].
 func KeyFromContext(ctx context.Context) (string, bool) {
-	key, ok := ctx.Value(callKey{}).(string)
-	return key, ok
+	of, ok := ctx.Value(callKey{}).(call)
+	return of.key, ok
 }

@@ -1,0 +1,5 @@
+package ledger_test
+
+const childVariable = "LEDGER_CHILD"
+
+func runChild(string) {}
