@@ -238,8 +238,8 @@ func (e *execution) call(ctx context.Context, since time.Time, do func(context.C
 	}
 	if err := e.finish(ctx, state, result, reason); err != nil {
 		var effectErr *EffectError
-		if errors.As(err, &effectErr) && failure != nil {
-			effectErr.Err = errors.Join(failure, effectErr.Err)
+		if errors.As(err, &effectErr) && failure != nil { // its text only: what it is marked with does not count here
+			effectErr.Err = errors.Join(errors.New(failure.Error()), effectErr.Err)
 		}
 		return nil, err
 	}
