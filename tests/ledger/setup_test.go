@@ -36,6 +36,10 @@ func TestMain(m *testing.M) {
 	if parallel.Value.String() == parallel.DefValue {
 		_ = parallel.Value.Set("8") // the tests wait for databases, not for the CPU
 	}
+	if checks := flag.Lookup("rapid.checks"); checks.Value.String() == checks.DefValue {
+		_ = checks.Value.Set("10") // each is a hundred statements
+	}
+	_ = flag.Set("rapid.nofailfile", "true") // what it prints is enough
 	goleak.VerifyTestMain(m)
 }
 
