@@ -347,10 +347,10 @@ func (e *execution) keepLease(ctx context.Context, cancel context.CancelCauseFun
 	}
 }
 
-// finish records how the effect ended, for as long as the lease lasts: what is lost
-// here has to be found out later. It returns nothing or an EffectError.
+// finish records how the effect ended, and tries for a while: what is lost here has
+// to be found out later. It returns nothing or an EffectError.
 func (e *execution) finish(ctx context.Context, state string, result []byte, reason string) error {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), min(e.config.lease, statementLimit))
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), statementLimit)
 	defer cancel()
 	for pauses := sqldb.Pauses(); ; {
 		finished, err := e.changed(e.finishOnce(ctx, state, result, reason))

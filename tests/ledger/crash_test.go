@@ -163,7 +163,7 @@ func TestKilledWorkerHoldsUpForALeaseB19(t *testing.T) {
 // wakes it does not call any more, its result does not count, and it does not commit.
 func TestPausedPastTheLease(t *testing.T) {
 	t.Parallel()
-	const lease = time.Second
+	const lease = 3 * time.Second
 	each(t, func(t *testing.T, d testdb.Driver) {
 		for _, kind := range kinds {
 			for _, at := range []point{started, arrived} {
@@ -261,7 +261,7 @@ func TestLostResponse(t *testing.T) {
 func TestLedgerIsDown(t *testing.T) {
 	t.Parallel()
 	each(t, func(t *testing.T, d testdb.Driver) {
-		k := newKit(t, d, ledger.WithLease(ledger.MinLease))
+		k := newKit(t, d)
 		effect := newEffect(t, "charge", ledger.AskOperator())
 		_, err := ledger.Do(k.of("after"), k.ledger, effect, nil, func(context.Context, string) (int, error) {
 			return 1, k.db.Close()

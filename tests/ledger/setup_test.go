@@ -37,7 +37,7 @@ func TestMain(m *testing.M) {
 		_ = parallel.Value.Set("8") // the tests wait for databases, not for the CPU
 	}
 	if checks := flag.Lookup("rapid.checks"); checks.Value.String() == checks.DefValue {
-		_ = checks.Value.Set("10") // each is a hundred statements
+		_ = checks.Value.Set("8") // each is a hundred statements
 	}
 	_ = flag.Set("rapid.nofailfile", "true") // what it prints is enough
 	goleak.VerifyTestMain(m)
