@@ -138,7 +138,7 @@ func (k *kit) later(d time.Duration) {
 		shift = fmt.Sprintf("%%[1]s = strftime('%%%%Y-%%%%m-%%%%d %%%%H:%%%%M:%%%%f', %%[1]s, '-%.3f seconds')", d.Seconds())
 	}
 	_, err := k.db.ExecContext(k.t.Context(), "UPDATE external_effects SET "+fmt.Sprintf(shift, "lease_until")+", "+
-		fmt.Sprintf(shift, "first_tried_at")+", "+fmt.Sprintf(shift, "updated_at"))
+		fmt.Sprintf(shift, "first_tried_at"))
 	require.NoError(k.t, err)
 }
 
