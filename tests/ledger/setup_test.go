@@ -46,7 +46,13 @@ func TestMain(m *testing.M) {
 // each runs test on each kind of database, in parallel.
 func each(t *testing.T, test func(t *testing.T, d testdb.Driver)) {
 	t.Helper()
-	for _, d := range testdb.Servers {
+	with(t, testdb.Servers, test)
+}
+
+// with runs test with each driver, in parallel.
+func with(t *testing.T, drivers []testdb.Driver, test func(t *testing.T, d testdb.Driver)) {
+	t.Helper()
+	for _, d := range drivers {
 		t.Run(d.Name, func(t *testing.T) {
 			t.Parallel()
 			test(t, d)
