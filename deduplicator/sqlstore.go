@@ -192,7 +192,7 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 }
 
 func (s *SQLStore) claim(ctx context.Context, tx *sql.Tx, claim Claim) (isNew bool, err error) {
-	args := s.queries.claimArgs(claim)
+	args := []any{sqldb.EncodeKey(claim.Consumer), sqldb.EncodeKey(claim.Key), claim.Fingerprint}
 	var result sql.Result
 	if s.claimStmt != nil {
 		result, err = tx.StmtContext(ctx, s.claimStmt).ExecContext(ctx, args...)
