@@ -21,7 +21,6 @@ const maxBytes = 1 << 20
 
 type queries struct {
 	claim     string
-	claimArgs func(Claim) []any
 	stored    string
 	output    string // up to VALUES
 	row       string // one row of it
@@ -39,7 +38,6 @@ func newQueries(c *config, mariaDB bool) queries {
 	insert := "INSERT INTO " + processed + " (consumer_name, message_key, fingerprint, processed_at) "
 
 	q := queries{rebind: c.dialect.Rebind}
-	q.claimArgs = func(claim Claim) []any { return append(key(claim), claim.Fingerprint) }
 	switch c.dialect {
 	case MySQL:
 		// The update changes the row, so that the count is 1 for a new key and 2

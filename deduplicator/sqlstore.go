@@ -171,7 +171,8 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 	}
 	outputs, err := work(sqldb.ContextWithTx(ctx, tx))
 	if err != nil {
-		return Result{}, err
+		ended = true
+		return Result{}, s.undo(ctx, tx, claim, err)
 	}
 	if len(outputs) > 0 {
 		if err := s.insertOutputs(ctx, tx, claim, outputs); err != nil {
@@ -203,8 +204,28 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 	return Result{Outcome: Processed, Outputs: outputs}, nil
 }
 
+// undo rolls back after the work's error, which it returns. Where the work has
+// ended the transaction before, it finds out whether the claim was committed.
+func (s *SQLStore) undo(ctx context.Context, tx *sql.Tx, claim Claim, cause error) error {
+	gone := false
+	if s.config.dialect == MySQL && !sqldb.Transient(cause) {
+		// DDL commits, and the driver does not know. The server refuses this
+		// statement within a transaction (MySQL manual, "SET TRANSACTION").
+		_, err := tx.ExecContext(ctx, "SET TRANSACTION READ WRITE")
+		gone = err == nil
+	}
+	gone = errors.Is(tx.Rollback(), sql.ErrTxDone) || gone
+	if !gone || ctx.Err() != nil {
+		return cause
+	}
+	if _, known, _ := s.stored(ctx, nil, claim); known {
+		return fmt.Errorf("%w: %w", ErrClaimKept, cause)
+	}
+	return fmt.Errorf("%w: %w", ErrTxEnded, cause) // rolled back, as also by a deadlock on MySQL
+}
+
 func (s *SQLStore) claim(ctx context.Context, tx *sql.Tx, claim Claim) (isNew bool, err error) {
-	args := s.queries.claimArgs(claim)
+	args := []any{sqldb.EncodeKey(claim.Consumer), sqldb.EncodeKey(claim.Key), claim.Fingerprint}
 	var result sql.Result
 	if s.claimStmt != nil {
 		result, err = tx.StmtContext(ctx, s.claimStmt).ExecContext(ctx, args...)

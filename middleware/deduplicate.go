@@ -111,10 +111,10 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 		if err != nil {
 			return nil, err
 		}
-		var produced []*message.Message // of the last attempt
 		state := deliveryFrom(ctx)
 		state.key = d.key
 		claim.Redelivered = state.unknown || msg.Metadata.Get(metadata.Redelivered) == "true"
+		state.claim = claim
 		payload := msg.Payload
 		result, err := d.store.Process(ctx, claim, func(txCtx context.Context) ([]deduplicator.Output, error) {
 			state.outcome = Processed
@@ -122,11 +122,12 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 			msg.SetContext(txCtx)
 			defer msg.SetContext(ctx)
 			msg.Payload = payload // an earlier attempt may have replaced it
-			var err error
 			reason := msg.Metadata.Get(watermillmw.ReasonForPoisonedKey)
-			if produced, err = h(msg); err != nil {
+			produced, err := h(msg)
+			if err != nil {
 				return nil, err
 			}
+			state.produced = produced
 			if now := msg.Metadata.Get(watermillmw.ReasonForPoisonedKey); now != reason {
 				return nil, &parkedInside{reason: now}
 			}
@@ -136,17 +137,11 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 			return toOutputs(message.PublishTopicFromCtx(ctx), produced)
 		})
 		msg.Payload = payload
-		var parked *parkedInside
+		produced := state.produced
+		state.produced = nil
 		switch {
-		case errors.As(err, &parked):
-			state.parked = parked
-			return nil, nil
-		case errors.Is(err, ordering.ErrStale):
-			state.outcome = Stale
-			return nil, nil
 		case err != nil:
-			state.unknown = state.unknown || errors.Is(err, deduplicator.ErrOutcomeUnknown)
-			return nil, err
+			return nil, state.failed(err)
 		case result.Outcome == deduplicator.Duplicate:
 			state.outcome = Duplicate
 			produced = fromOutputs(result.Outputs)
@@ -156,6 +151,21 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 		}
 		return produced, nil
 	}
+}
+
+// failed returns what is left of an error of Process.
+func (d *delivery) failed(err error) error {
+	var parked *parkedInside
+	switch {
+	case errors.As(err, &parked):
+		d.parked = parked
+		return nil
+	case errors.Is(err, ordering.ErrStale):
+		d.outcome = Stale
+		return nil
+	}
+	d.unknown = d.unknown || errors.Is(err, deduplicator.ErrOutcomeUnknown)
+	return err
 }
 
 // parkedInside rolls back what a handler wrote before Watermill's own PoisonQueue,
@@ -195,14 +205,13 @@ func (d *deduplicate) reserve(consumer, handler, topic string) error {
 	store, ok := d.store.(interface {
 		Reserve(consumer, owner string) error
 	})
-	owner := [2]string{handler, topic}
-	if last := d.owner.Load(); !ok || last != nil && *last == owner {
+	if last := d.owner.Load(); !ok || last != nil && *last == [2]string{handler, topic} {
 		return nil
 	}
 	if err := store.Reserve(consumer, fmt.Sprintf("handler %q of topic %q", handler, topic)); err != nil {
 		return fmt.Errorf("%w: %w", ErrNoConsumer, err)
 	}
-	d.owner.Store(&owner)
+	d.owner.Store(&[2]string{handler, topic})
 	return nil
 }
 
