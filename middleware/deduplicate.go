@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync/atomic"
 
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -84,7 +86,9 @@ func WithTime(time deduplicator.TimeFunc) DeduplicateOption {
 // [deduplicator.WithRetention], one that is too old and one of unknown age.
 //
 // The transaction is what [Tx] returns. Middlewares added after this one run
-// inside it.
+// inside it. What they and the handler change of the message itself (UUID, payload,
+// metadata) is undone after each attempt, so that a next one has the same key; in
+// the place of a message that the handler returns there is a copy with the changes.
 func Deduplicate(store deduplicator.Store, opts ...DeduplicateOption) Link {
 	d := &deduplicate{store: store, fingerprint: deduplicator.PayloadFingerprint, forget: &forgetter{store: store}}
 	d.time = deduplicator.TimeFromMetadata(ordering.PublishedAtMetadata)
@@ -114,17 +118,21 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 		state := deliveryFrom(ctx)
 		claim.Redelivered = state.unknown || msg.Metadata.Get(metadata.Redelivered) == "true"
 		state.claim = claim
-		payload := msg.Payload
+		uuid, payload, fields := msg.UUID, msg.Payload, maps.Clone(msg.Metadata)
+		attempts := 0
 		result, err := d.store.Process(ctx, claim, func(txCtx context.Context) ([]deduplicator.Output, error) {
 			state.outcome = Processed
 			msg.SetContext(txCtx)
 			defer msg.SetContext(ctx)
-			msg.Payload = payload // an earlier attempt may have replaced it
+			if attempts++; attempts > 1 { // the one before may have changed it
+				msg.UUID, msg.Payload, msg.Metadata = uuid, payload, maps.Clone(fields)
+			}
 			reason := msg.Metadata.Get(watermillmw.ReasonForPoisonedKey)
 			produced, err := h(msg)
 			if err != nil {
 				return nil, err
 			}
+			produced = apart(ctx, produced, msg)
 			state.produced = produced
 			if now := msg.Metadata.Get(watermillmw.ReasonForPoisonedKey); now != reason {
 				return nil, &parkedInside{reason: now}
@@ -134,7 +142,7 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 			}
 			return toOutputs(message.PublishTopicFromCtx(ctx), produced)
 		})
-		msg.Payload = payload
+		msg.UUID, msg.Payload, msg.Metadata = uuid, payload, fields
 		produced := state.produced
 		state.produced = nil
 		switch {
@@ -149,6 +157,24 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 		}
 		return produced, nil
 	}
+}
+
+// apart returns produced with a copy of msg in its place, so that giving msg back
+// as it came does not change what is published.
+func apart(ctx context.Context, produced []*message.Message, msg *message.Message) []*message.Message {
+	i := slices.Index(produced, msg)
+	if i < 0 {
+		return produced
+	}
+	output := msg.Copy()
+	output.SetContext(ctx)
+	produced = slices.Clone(produced)
+	for ; i < len(produced); i++ {
+		if produced[i] == msg {
+			produced[i] = output
+		}
+	}
+	return produced
 }
 
 // failed returns what is left of an error of Process.
