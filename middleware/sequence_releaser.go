@@ -139,7 +139,7 @@ func (r *Releaser) transaction(ctx context.Context, entity string) (progress boo
 	started := time.Now()
 	// The parked rows guarantee that each is processed once; the claim is there
 	// because the store keeps outputs under one.
-	claim := deduplicator.Claim{Consumer: r.config.Consumer, Key: "ordering release " + watermill.NewUUID()}
+	claim := deduplicator.Claim{Consumer: r.config.Consumer, Key: "ordering release " + watermill.NewUUID(), Time: started}
 	var notices []ordering.SequenceNotice
 	result, err := r.store.Process(ctx, claim, func(ctx context.Context) ([]deduplicator.Output, error) {
 		tx, ok := Tx(ctx)

@@ -213,6 +213,22 @@ func TestReleaseInBatches(t *testing.T) {
 	})
 }
 
+// What a releaser processes has no age: a store with a retention takes it too.
+func TestReleaserOfAStoreWithRetention(t *testing.T) {
+	t.Parallel()
+	each(t, testdb.Servers, func(t *testing.T, d testdb.Driver) {
+		k := newKit(t, d, ordering.WithReleaseBatch(1))
+		k.send(2, deferred)
+		k.send(3, deferred)
+		k.send(1, processed, released)
+		var err error
+		k.store, err = deduplicator.NewSQLStore(t.Context(), k.db, d.Dialect, deduplicator.WithRetention(deduplicator.MinRetention))
+		require.NoError(t, err)
+		k.release(released)
+		k.applied("e", series(1, 3)...)
+	})
+}
+
 // Releasers of two instances and consumers work on the same entities.
 func TestRunReleasesWhatIsLeft(t *testing.T) {
 	t.Parallel()
