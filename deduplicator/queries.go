@@ -178,6 +178,30 @@ func decodeMetadata(encoded []byte) (map[string]string, error) {
 	return metadata, nil
 }
 
+// checkReads refuses connections that read what is not committed yet: the claim of a
+// message that is in work would make its redelivery a duplicate, and be lost with
+// it when the work fails.
+func (c *config) checkReads(ctx context.Context, db *sql.DB) error {
+	var dirty bool
+	var err error
+	switch c.dialect {
+	case MySQL: // the first of the names is MariaDB's and that of MySQL before 8
+		var name, level string
+		err = db.QueryRowContext(ctx, "SHOW VARIABLES WHERE Variable_name IN ('tx_isolation', 'transaction_isolation')").Scan(&name, &level)
+		dirty = level == "READ-UNCOMMITTED"
+	case SQLite:
+		err = db.QueryRowContext(ctx, "PRAGMA read_uncommitted").Scan(&dirty)
+	case PostgreSQL: // never does
+	}
+	switch {
+	case err != nil:
+		return fmt.Errorf("%w: %w", ErrUnavailable, err)
+	case dirty:
+		return fmt.Errorf("%w: the connections of db are at read uncommitted", ErrInvalidOption)
+	}
+	return nil
+}
+
 // txOptions are those of every transaction: nil where the isolation level is the
 // one that transactions have anyway, since drivers spend a round trip or the server
 // some parsing on it.

@@ -34,8 +34,8 @@ type SQLStore struct {
 // checks that the tables are there: see [Migrate] and [Schema]. ctx bounds that.
 // Closing db ends the store.
 //
-// It returns [ErrInvalidOption], naming every wrong argument and option,
-// [ErrUnavailable], or [ErrSchema], naming what is missing and how to create it.
+// It returns [ErrInvalidOption], naming every wrong argument and option, also where
+// db's connections are at read uncommitted, [ErrUnavailable], or [ErrSchema], naming what is missing and how to create it.
 func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Option) (*SQLStore, error) {
 	cfg, err := newConfig(dialect, opts)
 	if db == nil {
@@ -48,6 +48,9 @@ func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Optio
 		return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
 	}
 	if err := cfg.check(ctx, db); err != nil {
+		return nil, err
+	}
+	if err := cfg.checkReads(ctx, db); err != nil {
 		return nil, err
 	}
 	s := &SQLStore{db: db, config: cfg, known: newKnownKeys(cfg.knownKeys)}
