@@ -119,7 +119,7 @@ func (s *SQLStore) retry(ctx context.Context, once func() error) error {
 	for retries := 0; ; retries++ {
 		err := once()
 		again := errors.Is(err, errAgain)
-		if !again && !sqldb.Transient(err) || errors.Is(err, ErrInFlight) || retries >= s.config.txRetries && !again {
+		if !again && !sqldb.Transient(err) || errors.Is(err, ErrInFlight) || errors.Is(err, ErrClaimKept) || retries >= s.config.txRetries && !again {
 			return err
 		}
 		// SQLite has one writer: waiting for it is bounded by time, not by count.
@@ -170,7 +170,8 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 			if errors.Is(err, sql.ErrTxDone) && ctx.Err() == nil {
 				return Result{}, ErrTxEnded
 			}
-			return Result{}, fmt.Errorf("deduplicator: store outputs: %w", err)
+			ended = true
+			return Result{}, s.undo(ctx, tx, claim, fmt.Errorf("deduplicator: store outputs: %w", err))
 		}
 	}
 	if s.config.maxAttempts != nil {
@@ -199,9 +200,10 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 // ended the transaction before, it finds out whether the claim was committed.
 func (s *SQLStore) undo(ctx context.Context, tx *sql.Tx, claim Claim, cause error) error {
 	gone := false
-	if s.config.dialect == MySQL && !sqldb.Transient(cause) {
+	if s.config.dialect == MySQL && (!sqldb.Transient(cause) || sqldb.LockTimeout(cause)) {
 		// DDL commits, and the driver does not know. The server refuses this
-		// statement within a transaction (MySQL manual, "SET TRANSACTION").
+		// statement within a transaction (MySQL manual, "SET TRANSACTION"). After a
+		// deadlock there is none, and a copy may have claimed the key by now.
 		_, err := tx.ExecContext(ctx, "SET TRANSACTION READ WRITE")
 		gone = err == nil
 	}
