@@ -78,7 +78,8 @@ func WithTime(time deduplicator.TimeFunc) DeduplicateOption {
 // message's key: see [deduplicator.Store]. A message whose key is claimed already
 // is acknowledged, its handler not called. Messages that the handler returns are
 // stored in the same transaction until the message is acknowledged, and returned
-// again, as they were, when a duplicate comes before that.
+// again, as they were, when a duplicate comes before that. A handler that has no
+// publisher any more leaves them to the [deduplicator.Relay].
 //
 // Everything that goes wrong rolls the transaction back: an error, a panic, a
 // Goexit, the end of the message's context. A message without a key and one with
@@ -150,7 +151,9 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 			return nil, state.failed(err)
 		case result.Outcome == deduplicator.Duplicate:
 			state.outcome = Duplicate
-			produced = fromOutputs(result.Outputs)
+			if message.PublishTopicFromCtx(ctx) != "" { // otherwise the Router would refuse them each time
+				produced = fromOutputs(result.Outputs)
+			}
 		}
 		if len(produced) > 0 {
 			d.forget.afterAck(msg, claim)

@@ -341,6 +341,27 @@ func TestOutputsWithoutPublisher(t *testing.T) {
 	}
 }
 
+// A handler that returned messages before it was deployed without a publisher: what
+// is still stored must not make its messages come back for ever.
+func TestStoredOutputsWithoutPublisher(t *testing.T) {
+	t.Parallel()
+	store := newMemoryStore()
+	chain, err := middleware.Chain(middleware.Deduplicate(store, byEventID(), middleware.WithConsumer("stock")))
+	if err != nil {
+		t.Fatal(err)
+	}
+	handler := message.HandlerFunc(func(*message.Message) ([]*message.Message, error) { return nil, nil })
+	for _, mw := range slices.Backward(chain) {
+		handler = mw(handler)
+	}
+	msg := newMessage("a", "1")
+	defer msg.Ack()
+	store.claims["stock/a"] = &record{deduplicator.PayloadFingerprint(msg), []deduplicator.Output{{Topic: "reserved", UUID: "x"}}}
+	if produced, err := handler(msg); err != nil || len(produced) > 0 {
+		t.Errorf("got %v and %v, which the Router can't publish", produced, err)
+	}
+}
+
 // A handler that replaces the payload must not make its own message look like
 // another one when it is delivered again.
 func TestPayloadIsGivenBack(t *testing.T) {
