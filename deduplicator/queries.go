@@ -15,8 +15,8 @@ import (
 // SQLite versions accept.
 const maxRows = 100
 
-// maxBytes bounds the payloads of one statement well under MySQL's least default
-// of max_allowed_packet (16 MiB on MariaDB 10.11). A larger payload goes alone.
+// maxBytes bounds the payloads and metadata of one statement well under MySQL's least default
+// of max_allowed_packet (16 MiB on MariaDB 10.11). A larger message goes alone.
 const maxBytes = 1 << 20
 
 type queries struct {
@@ -111,14 +111,16 @@ func (s *SQLStore) insertOutputs(ctx context.Context, tx *sql.Tx, claim Claim, o
 	for next := 0; next < len(outputs); {
 		args := make([]any, 0, 7*min(len(outputs)-next, maxRows))
 		rows, size := 0, 0
-		for next < len(outputs) && rows < maxRows && (rows == 0 || size+len(outputs[next].Payload) <= maxBytes) {
+		for next < len(outputs) && rows < maxRows {
 			o := outputs[next]
-			payload := o.Payload
+			payload, metadata := o.Payload, encodeMetadata(o.Metadata)
+			if size += len(payload) + len(metadata); rows > 0 && size > maxBytes {
+				break
+			}
 			if payload == nil {
 				payload = []byte{} // nil would be NULL
 			}
-			args = append(args, consumerAndKey[0], consumerAndKey[1], next, o.Topic, o.UUID, encodeMetadata(o.Metadata), payload)
-			size += len(payload)
+			args = append(args, consumerAndKey[0], consumerAndKey[1], next, o.Topic, o.UUID, metadata, payload)
 			rows++
 			next++
 		}
