@@ -97,7 +97,7 @@ func Deduplicate(store deduplicator.Store, opts ...DeduplicateOption) Link {
 		opt.applyDeduplicate(d)
 	}
 	errs := []error{d.err}
-	if store == nil {
+	if isNil(store) {
 		errs = append(errs, errors.New("store is nil"))
 	}
 	if d.key == nil {

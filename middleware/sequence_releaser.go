@@ -61,7 +61,7 @@ func NewReleaser(store deduplicator.Store, sequence *ordering.Sequence, config R
 			errs = append(errs, errors.New("NewReleaser: "+text))
 		}
 	}
-	check(store != nil, "store is nil")
+	check(!isNil(store), "store is nil")
 	check(sequence != nil, "sequence is nil")
 	check(config.Consumer != "", "Consumer is empty")
 	check(config.Handler != nil, "Handler is nil")
