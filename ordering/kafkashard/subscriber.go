@@ -121,16 +121,18 @@ func (s *sessions) forward(msg *message.Message, out chan<- *message.Message) {
 	context.AfterFunc(ctx, func() { unlink() }) // a session lives much longer than a message
 	msg.SetContext(ctx)
 
+	if session.Err() == nil {
+		select {
+		case out <- msg:
+			return
+		case <-ctx.Done():
+		}
+	}
 	// watermill-kafka resends a nacked message even when its session is over,
 	// and the rebalance waits for that. It marks no offset then, so an ack lets
-	// go of the message without losing it.
+	// go of the message without losing it. If the session is not over, the
+	// subscription is, and it lets go by itself: an ack could still be marked.
 	if session.Err() != nil {
-		msg.Ack()
-		return
-	}
-	select {
-	case out <- msg:
-	case <-ctx.Done():
 		msg.Ack()
 	}
 }
