@@ -78,8 +78,9 @@ type Config struct {
 	DrainTimeout time.Duration
 
 	// Sarama, if not nil, adjusts the client's configuration: TLS, SASL, client
-	// id, session timeouts. Open fails if it leaves a value that contradicts
-	// the ordering or delivery guarantees.
+	// id, session timeouts, static membership (the group instance id is extended
+	// by the topic, because each topic has a member). Open fails if it leaves a
+	// value that contradicts the ordering or delivery guarantees.
 	Sarama func(*sarama.Config)
 }
 

@@ -48,11 +48,15 @@ func (s *subscriber) subscribe(ctx context.Context, topic string) (<-chan *messa
 	if err := b.Declare(ctx, topic); err != nil {
 		return nil, err
 	}
+	config := *b.config
+	if id := config.Consumer.Group.InstanceId; id != "" { // members with one id fence each other
+		config.Consumer.Group.InstanceId = id + "." + topic
+	}
 	sessions := &sessions{}
 	inner, err := kafka.NewSubscriber(kafka.SubscriberConfig{
 		Brokers:               b.cfg.Brokers,
 		Unmarshaler:           Marshaler{},
-		OverwriteSaramaConfig: b.config,
+		OverwriteSaramaConfig: &config,
 		ConsumerGroup:         b.cfg.Group,
 		NackResendSleep:       nackResendSleep,
 		ReconnectRetrySleep:   reconnectRetrySleep,

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/IBM/sarama"
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/stretchr/testify/require"
 
@@ -110,6 +111,29 @@ func TestRebalanceEndsHandlerContext(t *testing.T) {
 			})
 		})
 	}
+}
+
+// Static membership (KIP-345): a Broker has a group member for each topic, and they
+// must not fence each other.
+func TestStaticMembership(t *testing.T) {
+	t.Parallel()
+	onEach(t, func(t *testing.T, brokers []string) {
+		cfg := config(brokers)
+		adjust := cfg.Sarama
+		cfg.Sarama = func(c *sarama.Config) {
+			adjust(c)
+			c.Consumer.Group.InstanceId = "instance"
+			c.Consumer.Group.Session.Timeout = 6 * time.Second
+		}
+		broker, topics := open(t, cfg), []string{unique("topic"), unique("topic")}
+		subscriptions := []<-chan *message.Message{subscribe(t, broker, topics[0]), subscribe(t, broker, topics[1])}
+		for range 3 {
+			for i, topic := range topics {
+				require.NoError(t, broker.Publisher().Publish(topic, series("key", 3)...))
+				require.Equal(t, []string{"1", "2", "3"}, payloads(take(t, subscriptions[i], 3)))
+			}
+		}
+	})
 }
 
 // orderLog checks deliveries of all members together.
