@@ -80,7 +80,7 @@ func Open(ctx context.Context, cfg Config, logger watermill.LoggerAdapter) (*Bro
 		transaction: make(chan struct{}, 1),
 		closed:      make(chan struct{}),
 	}
-	b.subscriber = drain.New(&subscriber{broker: b, topics: map[string]struct{}{}}, cfg.DrainTimeout)
+	b.subscriber = drain.New(&subscriber{broker: b, topics: map[string]struct{}{}}, cfg.DrainTimeout, ErrClosed)
 	b.closeOnce = sync.OnceValue(b.shutdown)
 	return b, nil
 }

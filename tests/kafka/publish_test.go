@@ -134,7 +134,7 @@ func TestClosedBroker(t *testing.T) {
 			require.NotErrorIs(t, err, kafkashard.ErrOutcomeUnknown)
 		}
 		_, err := broker.Subscriber().Subscribe(t.Context(), topic)
-		require.Error(t, err)
+		require.ErrorIs(t, err, kafkashard.ErrClosed)
 	})
 }
 
