@@ -52,7 +52,7 @@ func (s *subscriber) Subscribe(ctx context.Context, topic string) (<-chan *messa
 	if err := checkTopic(s.cfg, topic); err != nil {
 		return nil, err
 	}
-	ctx = outputs.WithStamp(ctx, (*publisher)(nil), func(topic string, msg *message.Message) error {
+	ctx = outputs.WithStamp(ctx, s.cfg.publisherName(), func(topic string, msg *message.Message) error {
 		return ordering.StampKey(topic, msg, s.cfg.Key)
 	})
 	intake, stop := context.WithCancel(ctx)

@@ -84,6 +84,8 @@ type Config struct {
 	Sarama func(*sarama.Config)
 }
 
+func (c Config) publisherName() string { return "kafkashard.publisher(" + c.Group + ")" }
+
 func (c Config) withDefaults() Config {
 	if c.ReplicationFactor == 0 {
 		c.ReplicationFactor = -1

@@ -65,7 +65,7 @@ func (s *subscriber) subscribe(ctx context.Context, topic string) (<-chan *messa
 	if err != nil {
 		return nil, fmt.Errorf("kafkashard: subscribe to topic %q: %w", topic, err)
 	}
-	ctx = outputs.WithStamp(ctx, b.Publisher(), func(topic string, msg *message.Message) error {
+	ctx = outputs.WithStamp(ctx, b.cfg.publisherName(), func(topic string, msg *message.Message) error {
 		return ordering.StampKey(topic, msg, b.cfg.Key)
 	})
 	in, err := inner.Subscribe(ctx, topic)
