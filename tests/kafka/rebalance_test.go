@@ -9,6 +9,7 @@ import (
 	"github.com/IBM/sarama"
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
@@ -134,6 +135,38 @@ func TestStaticMembership(t *testing.T) {
 			}
 		}
 	})
+}
+
+// A group that the client may not join is tried again with growing pauses, not at once,
+// and works as soon as it may.
+func TestRefusedJoin(t *testing.T) {
+	t.Parallel()
+	const attempts = 5
+	cluster := fake(t)
+	broker, topic := open(t, config(cluster.ListenAddrs())), unique("topic")
+	var refused []time.Time
+	done := make(chan struct{})
+	cluster.ControlKey(int16(kmsg.JoinGroup), func(request kmsg.Request) (kmsg.Response, error, bool) {
+		cluster.KeepControl()
+		if len(refused) == attempts {
+			return nil, nil, false
+		}
+		if refused = append(refused, time.Now()); len(refused) == attempts {
+			close(done)
+		}
+		response := request.ResponseKind()
+		response.(*kmsg.JoinGroupResponse).ErrorCode = int16(sarama.ErrGroupAuthorizationFailed)
+		return response, nil, true
+	})
+	messages := subscribe(t, broker, topic)
+	select {
+	case <-done:
+	case <-time.After(patience):
+		require.FailNow(t, "no further attempt")
+	}
+	require.Greater(t, refused[attempts-1].Sub(refused[0]), time.Second) // at least (0.2 + 0.4 + 0.8 + 1.6)/2
+	require.NoError(t, broker.Publisher().Publish(topic, newMessage("key", "1")))
+	take(t, messages, 1)
 }
 
 // orderLog checks deliveries of all members together.
