@@ -195,12 +195,7 @@ func declareGroup(conn *connection, cfg Config, topic string, only int) error {
 	if err := declareUnrouted(ch, cfg, topic); err != nil {
 		return err
 	}
-	// The dead letter queue has a limit that is never reached, because RabbitMQ 4
-	// has a default limit of 20, and then drops.
 	dead, group, nowhere := deadQueue(cfg, topic), groupExchange(cfg, topic), alternate(unrouted(cfg, topic))
-	if err := declareQueue(ch, dead, amqp.QueueTypeQuorum, amqp.Table{"x-delivery-limit": int32(math.MaxInt32)}); err != nil {
-		return err
-	}
 	for shard := cfg.Shards - 1; shard >= 0; shard-- {
 		name, queue := shardName(cfg, topic, shard), queueExchange(cfg, topic, shard)
 		if err := declareExchange(ch, queue, amqp.ExchangeFanout, nowhere); err != nil {
@@ -214,6 +209,13 @@ func declareGroup(conn *connection, cfg Config, topic string, only int) error {
 		if err := declareExchange(ch, name, amqp.ExchangeHeaders, alternate(queue)); err != nil {
 			return err
 		}
+	}
+	// The dead letter queue has a limit that is never reached, because RabbitMQ 4
+	// has a default limit of 20, and then drops. It comes after the shards, because
+	// RabbitMQ 3.10.8 forgets the quorum queue that was declared last when it is
+	// killed under load: it is there again, empty, and never gets a leader.
+	if err := declareQueue(ch, dead, amqp.QueueTypeQuorum, amqp.Table{"x-delivery-limit": int32(math.MaxInt32)}); err != nil {
+		return err
 	}
 	if cfg.Routing == Slots {
 		return declareSlots(ch, cfg, topic, nowhere)
