@@ -212,7 +212,7 @@ func declareGroup(conn *connection, cfg Config, topic string, only int) error {
 	}
 	// The dead letter queue has a limit that is never reached, because RabbitMQ 4
 	// has a default limit of 20, and then drops. It comes after the shards, because
-	// RabbitMQ 3.10.8 forgets the quorum queue that was declared last when it is
+	// RabbitMQ 3.10.8 can forget the quorum queue that was declared last when it is
 	// killed under load: it is there again, empty, and never gets a leader.
 	if err := declareQueue(ch, dead, amqp.QueueTypeQuorum, amqp.Table{"x-delivery-limit": int32(math.MaxInt32)}); err != nil {
 		return err

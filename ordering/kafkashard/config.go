@@ -82,6 +82,10 @@ type Config struct {
 	// id, session timeouts, static membership (the group instance id is extended
 	// by the topic, because each topic has a member). Open fails if it leaves a
 	// value that contradicts the ordering or delivery guarantees.
+	//
+	// Set Producer.MaxMessageBytes (1,000,000 bytes by default) above what other
+	// producers of the consumed topics may send: a larger message can't be put into
+	// a poison queue, and its partition waits for ever.
 	Sarama func(*sarama.Config)
 }
 
