@@ -34,8 +34,8 @@ type SQLStore struct {
 // checks that the tables are there: see [Migrate] and [Schema]. ctx bounds that.
 // Closing db ends the store.
 //
-// It returns [ErrInvalidOption], naming every wrong argument and option,
-// [ErrUnavailable], or [ErrSchema], naming what is missing and how to create it.
+// It returns [ErrInvalidOption], naming every wrong argument and option, also where
+// db's connections are at read uncommitted, [ErrUnavailable], or [ErrSchema], naming what is missing and how to create it.
 func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Option) (*SQLStore, error) {
 	cfg, err := newConfig(dialect, opts)
 	if db == nil {
@@ -48,6 +48,9 @@ func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Optio
 		return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
 	}
 	if err := cfg.check(ctx, db); err != nil {
+		return nil, err
+	}
+	if err := cfg.checkReads(ctx, db); err != nil {
 		return nil, err
 	}
 	s := &SQLStore{db: db, config: cfg, known: newKnownKeys(cfg.knownKeys)}
@@ -128,7 +131,7 @@ func (s *SQLStore) retry(ctx context.Context, once func() error) error {
 	for retries := 0; ; retries++ {
 		err := once()
 		again := errors.Is(err, errAgain)
-		if !again && !sqldb.Transient(err) || errors.Is(err, ErrInFlight) || retries >= s.config.txRetries && !again {
+		if !again && !sqldb.Transient(err) || errors.Is(err, ErrInFlight) || errors.Is(err, ErrClaimKept) || retries >= s.config.txRetries && !again {
 			return err
 		}
 		// SQLite has one writer: waiting for it is bounded by time, not by count.
@@ -179,7 +182,8 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 			if errors.Is(err, sql.ErrTxDone) && ctx.Err() == nil {
 				return Result{}, ErrTxEnded
 			}
-			return Result{}, fmt.Errorf("deduplicator: store outputs: %w", err)
+			ended = true
+			return Result{}, s.undo(ctx, tx, claim, fmt.Errorf("deduplicator: store outputs: %w", err))
 		}
 	}
 	if s.config.maxAttempts != nil {
@@ -208,9 +212,10 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 // ended the transaction before, it finds out whether the claim was committed.
 func (s *SQLStore) undo(ctx context.Context, tx *sql.Tx, claim Claim, cause error) error {
 	gone := false
-	if s.config.dialect == MySQL && !sqldb.Transient(cause) {
+	if s.config.dialect == MySQL && (!sqldb.Transient(cause) || sqldb.LockTimeout(cause)) {
 		// DDL commits, and the driver does not know. The server refuses this
-		// statement within a transaction (MySQL manual, "SET TRANSACTION").
+		// statement within a transaction (MySQL manual, "SET TRANSACTION"). After a
+		// deadlock there is none, and a copy may have claimed the key by now.
 		_, err := tx.ExecContext(ctx, "SET TRANSACTION READ WRITE")
 		gone = err == nil
 	}

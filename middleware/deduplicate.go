@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync/atomic"
 
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -76,7 +78,8 @@ func WithTime(time deduplicator.TimeFunc) DeduplicateOption {
 // message's key: see [deduplicator.Store]. A message whose key is claimed already
 // is acknowledged, its handler not called. Messages that the handler returns are
 // stored in the same transaction until the message is acknowledged, and returned
-// again, as they were, when a duplicate comes before that.
+// again, as they were, when a duplicate comes before that. A handler that has no
+// publisher any more leaves them to the [deduplicator.Relay].
 //
 // Everything that goes wrong rolls the transaction back: an error, a panic, a
 // Goexit, the end of the message's context. A message without a key and one with
@@ -84,7 +87,9 @@ func WithTime(time deduplicator.TimeFunc) DeduplicateOption {
 // [deduplicator.WithRetention], one that is too old and one of unknown age.
 //
 // The transaction is what [Tx] returns. Middlewares added after this one run
-// inside it.
+// inside it. What they and the handler change of the message itself (UUID, payload,
+// metadata) is undone after each attempt, so that a next one has the same key; in
+// the place of a message that the handler returns there is a copy with the changes.
 func Deduplicate(store deduplicator.Store, opts ...DeduplicateOption) Link {
 	d := &deduplicate{store: store, fingerprint: deduplicator.PayloadFingerprint, forget: &forgetter{store: store}}
 	d.time = deduplicator.TimeFromMetadata(ordering.PublishedAtMetadata)
@@ -92,7 +97,7 @@ func Deduplicate(store deduplicator.Store, opts ...DeduplicateOption) Link {
 		opt.applyDeduplicate(d)
 	}
 	errs := []error{d.err}
-	if store == nil {
+	if isNil(store) {
 		errs = append(errs, errors.New("store is nil"))
 	}
 	if d.key == nil {
@@ -115,18 +120,22 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 		state.key = d.key
 		claim.Redelivered = state.unknown || msg.Metadata.Get(metadata.Redelivered) == "true"
 		state.claim = claim
-		payload := msg.Payload
+		uuid, payload, fields := msg.UUID, msg.Payload, maps.Clone(msg.Metadata)
+		attempts := 0
 		result, err := d.store.Process(ctx, claim, func(txCtx context.Context) ([]deduplicator.Output, error) {
 			state.outcome = Processed
 			txCtx = deduplicator.ContextWithClaim(txCtx, claim)
 			msg.SetContext(txCtx)
 			defer msg.SetContext(ctx)
-			msg.Payload = payload // an earlier attempt may have replaced it
+			if attempts++; attempts > 1 { // the one before may have changed it
+				msg.UUID, msg.Payload, msg.Metadata = uuid, payload, maps.Clone(fields)
+			}
 			reason := msg.Metadata.Get(watermillmw.ReasonForPoisonedKey)
 			produced, err := h(msg)
 			if err != nil {
 				return nil, err
 			}
+			produced = apart(ctx, produced, msg)
 			state.produced = produced
 			if now := msg.Metadata.Get(watermillmw.ReasonForPoisonedKey); now != reason {
 				return nil, &parkedInside{reason: now}
@@ -136,7 +145,7 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 			}
 			return toOutputs(message.PublishTopicFromCtx(ctx), produced)
 		})
-		msg.Payload = payload
+		msg.UUID, msg.Payload, msg.Metadata = uuid, payload, fields
 		produced := state.produced
 		state.produced = nil
 		switch {
@@ -144,13 +153,33 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 			return nil, state.failed(err)
 		case result.Outcome == deduplicator.Duplicate:
 			state.outcome = Duplicate
-			produced = fromOutputs(result.Outputs)
+			if message.PublishTopicFromCtx(ctx) != "" { // otherwise the Router would refuse them each time
+				produced = fromOutputs(result.Outputs)
+			}
 		}
 		if len(produced) > 0 {
 			d.forget.afterAck(msg, claim)
 		}
 		return produced, nil
 	}
+}
+
+// apart returns produced with a copy of msg in its place, so that giving msg back
+// as it came does not change what is published.
+func apart(ctx context.Context, produced []*message.Message, msg *message.Message) []*message.Message {
+	i := slices.Index(produced, msg)
+	if i < 0 {
+		return produced
+	}
+	output := msg.Copy()
+	output.SetContext(ctx)
+	produced = slices.Clone(produced)
+	for ; i < len(produced); i++ {
+		if produced[i] == msg {
+			produced[i] = output
+		}
+	}
+	return produced
 }
 
 // failed returns what is left of an error of Process.

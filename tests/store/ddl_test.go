@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"testing"
 
+	"github.com/go-sql-driver/mysql"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
@@ -39,6 +41,10 @@ func TestDDLInTheHandlerB08(t *testing.T) {
 		require.ErrorIs(t, err, planned)
 		require.True(t, middleware.IsPermanent(err), "it is parked")
 
+		// Running it again would make it a duplicate.
+		_, err = store.Process(t.Context(), claimOf("lock timeout"), handler("CREATE TABLE third (id int)", &mysql.MySQLError{Number: 1205}))
+		require.ErrorIs(t, err, deduplicator.ErrClaimKept)
+
 		// A statement that does not commit changes nothing about a failure.
 		_, err = store.Process(t.Context(), claimOf("plain"), handler("DELETE FROM effects", planned))
 		require.Equal(t, planned, err)
@@ -50,6 +56,21 @@ func TestDDLInTheHandlerB08(t *testing.T) {
 		result, err = store.Process(t.Context(), claimOf("succeeds"), handler("CREATE TABLE another (id int)", nil))
 		require.NoError(t, err)
 		require.Equal(t, deduplicator.Processed, result.Outcome)
+	})
+}
+
+// The same with a handler that has committed by itself: what another transaction did
+// to it afterwards is no reason to run it again.
+func TestConflictAfterTheHandlersCommit(t *testing.T) {
+	t.Parallel()
+	each(t, testdb.Servers, func(t *testing.T, d testdb.Driver) {
+		db := testdb.Open(t, d)
+		migrate(t, db, d)
+		_, err := newStore(t, db, d).Process(t.Context(), claimOf("k"), func(ctx context.Context) ([]deduplicator.Output, error) {
+			tx, _ := middleware.Tx(ctx)
+			return nil, errors.Join(tx.Commit(), &pgconn.PgError{Code: "40001"})
+		})
+		require.ErrorIs(t, err, deduplicator.ErrClaimKept)
 	})
 }
 
