@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -143,7 +144,7 @@ func runHalf(ctx context.Context, o options, plan []delivery, protected bool, st
 }
 
 // errEnd ends the workers.
-var errEnd = fmt.Errorf("the end")
+var errEnd = errors.New("the end")
 
 func (h *half) fail(err error) {
 	h.mu.Lock()
