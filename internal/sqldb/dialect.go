@@ -65,7 +65,18 @@ func CheckTable(option, name string) error {
 	return nil
 }
 
-// Quote quotes a name that CheckTable accepts.
+var columnName = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]{0,62}$`)
+
+// CheckColumn returns an error if name is not a plain column name of letters,
+// digits and underscores.
+func CheckColumn(name string) error {
+	if !columnName.MatchString(name) {
+		return fmt.Errorf("column name %q must be letters, digits and underscores, 1 to 63 of them", name)
+	}
+	return nil
+}
+
+// Quote quotes a name that CheckTable or CheckColumn accepts.
 func (d Dialect) Quote(name string) string {
 	q := `"`
 	if d == MySQL {
