@@ -121,6 +121,17 @@ func TxFromContext(ctx context.Context) (*sql.Tx, bool) {
 	return tx, ok
 }
 
+type noTxKey struct{}
+
+// ContextWithoutTx returns ctx with the mark of a handler that will never have a
+// transaction.
+func ContextWithoutTx(ctx context.Context) context.Context {
+	return context.WithValue(ctx, noTxKey{}, true)
+}
+
+// WithoutTx reports whether ctx has the mark of [ContextWithoutTx].
+func WithoutTx(ctx context.Context) bool { return ctx.Value(noTxKey{}) != nil }
+
 // CheckColumns returns an error that names each of table's columns that can't
 // be read. hint says how to create them.
 func CheckColumns(ctx context.Context, db *sql.DB, d Dialect, table, hint string, columns ...string) error {
