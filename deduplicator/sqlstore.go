@@ -76,6 +76,18 @@ func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Optio
 	return s, nil
 }
 
+// Database returns the pool that the store was made with, and its dialect: for what
+// must not share it, or must know how it is bounded.
+func (s *SQLStore) Database() (*sql.DB, Dialect) { return s.db, s.config.dialect }
+
+// Retention returns what [WithRetention] has set; false if claims are kept for ever.
+func (s *SQLStore) Retention() (time.Duration, bool) {
+	if s.config.retention == nil {
+		return 0, false
+	}
+	return *s.config.retention, true
+}
+
 // Process implements [Store].
 func (s *SQLStore) Process(ctx context.Context, claim Claim, work Work) (Result, error) {
 	if err := s.Check(claim); err != nil {

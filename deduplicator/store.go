@@ -123,3 +123,18 @@ type Untransactional interface {
 func ContextWithTx(ctx context.Context, tx *sql.Tx) context.Context {
 	return sqldb.ContextWithTx(ctx, tx)
 }
+
+type claimKey struct{}
+
+// ContextWithClaim returns a context that says which claim is worked on. Package
+// middleware calls it for every store; callers of Store.Process that do without
+// that package call it in their [Work] when they use package ledger there.
+func ContextWithClaim(ctx context.Context, claim Claim) context.Context {
+	return context.WithValue(ctx, claimKey{}, claim)
+}
+
+// ClaimFromContext returns the claim that is worked on, if there is one.
+func ClaimFromContext(ctx context.Context) (Claim, bool) {
+	claim, ok := ctx.Value(claimKey{}).(Claim)
+	return claim, ok
+}

@@ -124,11 +124,12 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 		}
 		var produced []*message.Message // of the last attempt
 		state := deliveryFrom(ctx)
+		state.key = d.key
 		claim.Redelivered = state.unknown || msg.Metadata.Get(metadata.Redelivered) == "true"
 		payload := msg.Payload
 		result, err := d.store.Process(ctx, claim, func(txCtx context.Context) ([]deduplicator.Output, error) {
 			state.outcome = Processed
-			txCtx = context.WithValue(txCtx, claimKey{}, claim)
+			txCtx = deduplicator.ContextWithClaim(txCtx, claim)
 			if d.noTx {
 				txCtx = sqldb.ContextWithoutTx(txCtx)
 			}
@@ -217,13 +218,6 @@ func (d *deduplicate) reserve(consumer, handler, topic string) error {
 	}
 	d.owner.Store(&owner)
 	return nil
-}
-
-type claimKey struct{}
-
-func claimFrom(ctx context.Context) (deduplicator.Claim, bool) {
-	claim, ok := ctx.Value(claimKey{}).(deduplicator.Claim)
-	return claim, ok
 }
 
 func toOutputs(topic string, produced []*message.Message) ([]deduplicator.Output, error) {

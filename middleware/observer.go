@@ -152,6 +152,8 @@ type delivery struct {
 	ahead     bool  // earlier messages of the producer are missing
 	unknown   bool  // an attempt may have been committed
 
+	key deduplicator.KeyFunc // of Deduplicate
+
 	sequenced sequenced
 }
 

@@ -5,6 +5,7 @@ import (
 
 	"github.com/ThreeDotsLabs/watermill/message"
 
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
 
@@ -32,7 +33,7 @@ func RejectReplayed(windows *ordering.Windows) Link {
 		return func(msg *message.Message) ([]*message.Message, error) {
 			ctx := msg.Context()
 			tx, ok := Tx(ctx)
-			claim, claimed := claimFrom(ctx)
+			claim, claimed := deduplicator.ClaimFromContext(ctx)
 			if !ok || !claimed {
 				return nil, errors.New("middleware: RejectReplayed needs a store on database/sql around it")
 			}

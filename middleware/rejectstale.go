@@ -5,6 +5,7 @@ import (
 
 	"github.com/ThreeDotsLabs/watermill/message"
 
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
 
@@ -66,7 +67,7 @@ func (r *rejectStale) middleware(h message.HandlerFunc) message.HandlerFunc {
 	return func(msg *message.Message) ([]*message.Message, error) {
 		ctx := msg.Context()
 		tx, ok := Tx(ctx)
-		claim, claimed := claimFrom(ctx)
+		claim, claimed := deduplicator.ClaimFromContext(ctx)
 		if !ok || !claimed {
 			return nil, errors.New("middleware: RejectStale needs a store on database/sql around it")
 		}

@@ -112,7 +112,7 @@ func (s *sequence) middleware(h message.HandlerFunc) message.HandlerFunc {
 		d := deliveryFrom(ctx)
 		d.sequenced.failed = false
 		tx, ok := Tx(ctx)
-		claim, claimed := claimFrom(ctx)
+		claim, claimed := deduplicator.ClaimFromContext(ctx)
 		if !ok || !claimed {
 			return nil, errors.New("middleware: Sequence needs a store on database/sql around it")
 		}
@@ -136,7 +136,7 @@ func (s *sequence) middleware(h message.HandlerFunc) message.HandlerFunc {
 					d.sequenced.failed = err != nil
 				} else {
 					d.sequenced.release = true
-					outputs, err = callReleased(h, m)
+					outputs, err = callReleased(h, m, claim.Consumer, d.key)
 				}
 				if err == nil {
 					produced = append(produced, outputs...)
@@ -179,14 +179,22 @@ func (s *sequence) event(ctx context.Context, msg *message.Message, claim dedupl
 	return event, nil
 }
 
-// callReleased calls h with a parked message. A panic is an error of that message
-// only, so it must not leave the savepoint.
-func callReleased(h message.HandlerFunc, msg *message.Message) (produced []*message.Message, err error) {
+// callReleased calls h with a parked message, whose context gets its own claim
+// instead of the one of the message that released it. A panic is an error of that
+// message only, so it must not leave the savepoint.
+func callReleased(h message.HandlerFunc, msg *message.Message, consumer string, keyOf deduplicator.KeyFunc) (produced []*message.Message, err error) {
 	defer func() {
 		if value := recover(); value != nil {
 			produced, err = nil, &PanicError{Value: value, Stack: debug.Stack()}
 		}
 	}()
+	claim := deduplicator.Claim{Consumer: consumer}
+	if keyOf != nil {
+		if claim.Key, err = keyOf(msg); err != nil {
+			return nil, fmt.Errorf("%w: %w", ordering.ErrPermanent, err)
+		}
+	}
+	msg.SetContext(deduplicator.ContextWithClaim(msg.Context(), claim))
 	produced, err = h(msg)
 	if err = notStale(err); IsPermanent(err) {
 		err = fmt.Errorf("%w: %w", ordering.ErrPermanent, err)

@@ -1,0 +1,75 @@
+package ledger
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
+)
+
+const (
+	// cleanMargin is that of deduplicator.Cleaner, for the same reason: an effect is
+	// recorded after its message was accepted.
+	cleanMargin = time.Hour
+	cleanBatch  = 1000
+	cleanPause  = 50 * time.Millisecond
+)
+
+// setRetention finds out how long effects must be kept.
+func (l *Ledger) setRetention(store deduplicator.Store) error {
+	s, ok := store.(interface{ Retention() (time.Duration, bool) })
+	if ok {
+		l.keep, ok = s.Retention()
+	}
+	keep := l.config.keep
+	switch {
+	case keep == nil:
+	case !ok:
+		return fmt.Errorf("WithRetention: %v, but the store has no retention: it accepts messages of any age", *keep)
+	case *keep < l.keep:
+		return fmt.Errorf("WithRetention: %v is under the store's retention, %v: a message that it accepts would repeat its effects", *keep, l.keep)
+	default:
+		l.keep = *keep
+	}
+	return nil
+}
+
+// Clean deletes effects whose messages the store would refuse as too old, those that
+// ended longer ago than its retention and an hour, in small batches with pauses
+// between them. Unknown effects are never deleted. It returns how many rows are gone;
+// with an error, until then. It returns [ErrNoRetention] for a store without
+// [deduplicator.WithRetention].
+//
+// Several may work on one table at a time. The process that cleans must have the
+// longest retention of all that use the table.
+func (l *Ledger) Clean(ctx context.Context) (int64, error) {
+	if l.keep == 0 {
+		return 0, ErrNoRetention
+	}
+	var total int64
+	for _, state := range []string{stateSucceeded, stateFailed, statePlanned} {
+		statement := l.config.dialect.DeleteOldest(l.config.dialect.Quote(l.config.table), "updated_at",
+			l.config.dialect.FromNow(-l.keep-cleanMargin), " AND state = '"+state+"'", cleanBatch,
+			"consumer_name", "message_key", "effect", "epoch")
+		for {
+			var n int64
+			err := sqldb.Retry(ctx, statementLimit, func() (err error) {
+				n, err = sqldb.DeleteBatch(ctx, l.db, l.config.dialect, statement)
+				return err
+			})
+			if err != nil {
+				return total, fmt.Errorf("ledger: clean: %w", err)
+			}
+			total += n
+			if n == 0 {
+				break
+			}
+			if !sqldb.Pause(ctx, cleanPause) {
+				return total, ctx.Err()
+			}
+		}
+	}
+	return total, nil
+}
