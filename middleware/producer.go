@@ -5,7 +5,6 @@ import (
 
 	"github.com/ThreeDotsLabs/watermill/message"
 
-	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
 
@@ -33,8 +32,7 @@ func RejectReplayed(windows *ordering.Windows) Link {
 		return func(msg *message.Message) ([]*message.Message, error) {
 			ctx := msg.Context()
 			tx, ok := Tx(ctx)
-			claim, claimed := deduplicator.ClaimFromContext(ctx)
-			if !ok || !claimed {
+			if !ok {
 				return nil, errors.New("middleware: RejectReplayed needs a store on database/sql around it")
 			}
 			state := deliveryFrom(ctx)
@@ -46,7 +44,7 @@ func RejectReplayed(windows *ordering.Windows) Link {
 			if !numbered {
 				return h(msg)
 			}
-			result, err := windows.ApplyTx(ctx, tx, claim.Consumer, stamp)
+			result, err := windows.ApplyTx(ctx, tx, state.claim.Consumer, stamp)
 			if err != nil {
 				return nil, err
 			}

@@ -112,11 +112,10 @@ func (s *sequence) middleware(h message.HandlerFunc) message.HandlerFunc {
 		d := deliveryFrom(ctx)
 		d.sequenced.failed = false
 		tx, ok := Tx(ctx)
-		claim, claimed := deduplicator.ClaimFromContext(ctx)
-		if !ok || !claimed {
+		if !ok {
 			return nil, errors.New("middleware: Sequence needs a store on database/sql around it")
 		}
-		event, err := s.event(ctx, msg, claim)
+		event, err := s.event(ctx, msg, d.claim)
 		if err != nil {
 			return nil, err
 		}
@@ -136,7 +135,7 @@ func (s *sequence) middleware(h message.HandlerFunc) message.HandlerFunc {
 					d.sequenced.failed = err != nil
 				} else {
 					d.sequenced.release = true
-					outputs, err = callReleased(h, m, claim.Consumer, d.key)
+					outputs, err = callReleased(h, m, d.claim.Consumer, d.key)
 				}
 				if err == nil {
 					produced = append(produced, outputs...)

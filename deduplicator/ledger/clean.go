@@ -36,40 +36,34 @@ func (l *Ledger) setRetention(store deduplicator.Store) error {
 	return nil
 }
 
-// Clean deletes effects whose messages the store would refuse as too old, those that
-// ended longer ago than its retention and an hour, in small batches with pauses
-// between them. Unknown effects are never deleted. It returns how many rows are gone;
-// with an error, until then. It returns [ErrNoRetention] for a store without
+// Clean deletes effects whose messages the store would refuse as too old: those that
+// were first tried longer ago than its retention and an hour, in small batches with
+// pauses between them. Unknown effects are never deleted. It returns how many rows are
+// gone; with an error, until then. It returns [ErrNoRetention] for a store without
 // [deduplicator.WithRetention].
 //
 // Several may work on one table at a time. The process that cleans must have the
 // longest retention of all that use the table.
-func (l *Ledger) Clean(ctx context.Context) (int64, error) {
+func (l *Ledger) Clean(ctx context.Context) (total int64, err error) {
 	if l.keep == 0 {
 		return 0, ErrNoRetention
 	}
-	var total int64
-	for _, state := range []string{stateSucceeded, stateFailed, statePlanned} {
-		statement := l.config.dialect.DeleteOldest(l.config.dialect.Quote(l.config.table), "updated_at",
-			l.config.dialect.FromNow(-l.keep-cleanMargin), " AND state = '"+state+"'", cleanBatch,
-			"consumer_name", "message_key", "effect", "epoch")
-		for {
-			var n int64
-			err := sqldb.Retry(ctx, statementLimit, func() (err error) {
-				n, err = sqldb.DeleteBatch(ctx, l.db, l.config.dialect, statement)
-				return err
-			})
-			if err != nil {
-				return total, fmt.Errorf("ledger: clean: %w", err)
-			}
-			total += n
-			if n == 0 {
-				break
-			}
-			if !sqldb.Pause(ctx, cleanPause) {
-				return total, ctx.Err()
-			}
+	d := l.config.dialect
+	statement := d.DeleteOldest(d.Quote(l.config.table), "first_tried_at", d.FromNow(-l.keep-cleanMargin),
+		" AND NOT ("+unsettled+")", cleanBatch, "idempotency_key")
+	for {
+		var n int64
+		if err := sqldb.Retry(ctx, statementLimit, func() (err error) {
+			n, err = sqldb.DeleteBatch(ctx, l.db, d, statement)
+			return err
+		}); err != nil {
+			return total, fmt.Errorf("ledger: clean: %w", err)
+		}
+		if total += n; n == 0 {
+			return total, nil
+		}
+		if !sqldb.Pause(ctx, cleanPause) {
+			return total, ctx.Err()
 		}
 	}
-	return total, nil
 }

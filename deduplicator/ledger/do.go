@@ -374,8 +374,8 @@ func (e *execution) finish(ctx context.Context, state string, result []byte, rea
 }
 
 func (e *execution) finishOnce(ctx context.Context, state string, result []byte, reason string) (sql.Result, error) {
-	args := append([]any{state, result, sql.NullString{String: cut(reason), Valid: reason != ""}}, append(e.pk(), e.token)...)
-	return e.exec(ctx, e.finishStmt, e.queries.finish, args...)
+	return e.exec(ctx, e.finishStmt, e.queries.finish,
+		state, result, sql.NullString{String: cut(reason), Valid: reason != ""}, e.key, e.token)
 }
 
 // maxReason is the longest reason in bytes.

@@ -41,7 +41,7 @@ func (l *Ledger) Unknown(ctx context.Context, limit int) ([]UnknownEffect, error
 		var u UnknownEffect
 		var reason sql.NullString
 		var age int64
-		if err := rows.Scan(&u.Consumer, &u.MessageKey, &u.Effect, &u.Epoch, &u.Key, &u.token, &u.Attempts, &reason, &age); err != nil {
+		if err := rows.Scan(&u.Key, &u.Consumer, &u.MessageKey, &u.Effect, &u.Epoch, &u.token, &u.Attempts, &reason, &age); err != nil {
 			return nil, fmt.Errorf("ledger: list unknown effects: %w", err)
 		}
 		u.Reason, u.Age = reason.String, time.Duration(age)*time.Microsecond
@@ -70,7 +70,7 @@ func (l *Ledger) Resolve(ctx context.Context, unknown UnknownEffect, answer Answ
 	}
 	resolved, err := l.changed(l.exec(ctx, nil, l.queries.resolve,
 		state, result, sql.NullString{String: cut(reason), Valid: reason != ""}, rand.Text(),
-		unknown.Consumer, unknown.MessageKey, unknown.Effect, unknown.Epoch, unknown.token))
+		unknown.Key, unknown.token))
 	if err != nil {
 		return fmt.Errorf("ledger: resolve effect: %w", err)
 	}

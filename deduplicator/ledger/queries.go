@@ -27,7 +27,9 @@ type queries struct {
 	unknown, resolve                  string
 }
 
-const byKey = " WHERE consumer_name = ? AND message_key = ? AND effect = ? AND epoch = ?"
+const byKey = " WHERE idempotency_key = ?"
+
+const unsettled = "state IN ('" + stateStarted + "', '" + stateUnknown + "')"
 
 // insertMark is what the MySQL statement reports as insert id for a row that is
 // there already; see ordering.Versions.
@@ -36,29 +38,28 @@ const insertMark = 1
 func newQueries(c *config) queries {
 	d, table := c.dialect, c.dialect.Quote(c.table)
 	now, lease := d.FromNow(0), d.FromNow(c.lease)
-	const columns = "consumer_name, message_key, effect, epoch, idempotency_key, state, token, attempts, arguments, lease_until, first_tried_at, updated_at"
+	const columns = "idempotency_key, consumer_name, message_key, effect, epoch, state, token, attempts, arguments, lease_until, first_tried_at"
 	insert := "INSERT INTO " + table + " (" + columns + ") VALUES (?, ?, ?, ?, ?, '" + stateStarted + "', ?, 1, ?, " +
-		lease + ", " + now + ", " + now + ")"
+		lease + ", " + now + ")"
 	if d == deduplicator.MySQL {
 		insert += fmt.Sprintf(" ON DUPLICATE KEY UPDATE attempts = attempts + 0 * LAST_INSERT_ID(%d)", insertMark)
 	} else {
-		insert += " ON CONFLICT (consumer_name, message_key, effect, epoch) DO NOTHING"
+		insert += " ON CONFLICT (idempotency_key) DO NOTHING"
 	}
-	const unsettled = "state IN ('" + stateStarted + "', '" + stateUnknown + "')"
 	// MySQL assigns from left to right, so state comes after what looks at it.
 	q := queries{
 		insert: insert,
 		read: "SELECT state, token, CASE WHEN lease_until > " + now + " THEN 1 ELSE 0 END, attempts, arguments, result, error, " +
 			d.Age("first_tried_at") + " FROM " + table + byKey,
 		take: "UPDATE " + table + " SET first_tried_at = CASE WHEN state = '" + statePlanned + "' THEN " + now + " ELSE first_tried_at END," +
-			" state = ?, token = ?, attempts = attempts + ?, lease_until = " + lease + ", updated_at = " + now +
+			" state = ?, token = ?, attempts = attempts + ?, lease_until = " + lease +
 			byKey + " AND token = ? AND state = ? AND lease_until <= " + now,
-		finish: "UPDATE " + table + " SET state = ?, result = ?, error = ?, lease_until = " + now + ", updated_at = " + now +
+		finish: "UPDATE " + table + " SET state = ?, result = ?, error = ?, lease_until = first_tried_at" +
 			byKey + " AND token = ? AND " + unsettled,
 		renew: "UPDATE " + table + " SET lease_until = " + lease + byKey + " AND token = ? AND " + unsettled,
-		unknown: "SELECT consumer_name, message_key, effect, epoch, idempotency_key, token, attempts, error, " + d.Age("first_tried_at") +
-			" FROM " + table + " WHERE " + unsettled + " AND lease_until <= " + now + " ORDER BY first_tried_at, consumer_name, message_key, effect, epoch LIMIT ?",
-		resolve: "UPDATE " + table + " SET state = ?, result = ?, error = ?, token = ?, updated_at = " + now +
+		unknown: "SELECT idempotency_key, consumer_name, message_key, effect, epoch, token, attempts, error, " + d.Age("first_tried_at") +
+			" FROM " + table + " WHERE " + unsettled + " AND lease_until <= " + now + " ORDER BY first_tried_at, idempotency_key LIMIT ?",
+		resolve: "UPDATE " + table + " SET state = ?, result = ?, error = ?, token = ?" +
 			byKey + " AND token = ? AND " + unsettled + " AND lease_until <= " + now,
 	}
 	for _, query := range []*string{&q.insert, &q.read, &q.take, &q.finish, &q.renew, &q.unknown, &q.resolve} {
@@ -79,15 +80,11 @@ type row struct {
 	age       time.Duration  // since the first attempt that may have had an effect
 }
 
-func (e *execution) pk() []any {
-	return []any{sqldb.EncodeKey(e.id.consumer), sqldb.EncodeKey(e.id.message), e.id.name, e.id.epoch}
-}
-
 // insert makes the effect started and this execution's own, if nothing is known of
 // it yet.
 func (e *execution) insert(ctx context.Context) (isNew bool, err error) {
-	args := append(e.pk(), e.key, e.token, e.arguments)
-	result, err := e.exec(ctx, e.insertStmt, e.queries.insert, args...)
+	result, err := e.exec(ctx, e.insertStmt, e.queries.insert,
+		e.key, sqldb.EncodeKey(e.id.consumer), sqldb.EncodeKey(e.id.message), e.id.name, e.id.epoch, e.token, e.arguments)
 	if err != nil {
 		return false, err
 	}
@@ -104,7 +101,7 @@ func (e *execution) read(ctx context.Context) (r row, err error) {
 	defer cancel()
 	err = sqldb.Retry(ctx, statementLimit, func() error {
 		var age int64
-		err := e.db.QueryRowContext(ctx, e.queries.read, e.pk()...).
+		err := e.db.QueryRowContext(ctx, e.queries.read, e.key).
 			Scan(&r.state, &r.token, &r.leased, &r.attempts, &r.arguments, &r.result, &r.reason, &age)
 		r.age = time.Duration(age) * time.Microsecond
 		return err
@@ -118,12 +115,11 @@ func (e *execution) take(ctx context.Context, r row, state string) (bool, error)
 	if state == stateStarted {
 		attempt = 1
 	}
-	args := append([]any{state, e.token, attempt}, append(e.pk(), r.token, r.state)...)
-	return e.changed(e.exec(ctx, nil, e.queries.take, args...))
+	return e.changed(e.exec(ctx, nil, e.queries.take, state, e.token, attempt, e.key, r.token, r.state))
 }
 
 func (e *execution) renew(ctx context.Context) (bool, error) {
-	return e.changed(e.exec(ctx, nil, e.queries.renew, append(e.pk(), e.token)...))
+	return e.changed(e.exec(ctx, nil, e.queries.renew, e.key, e.token))
 }
 
 func (l *Ledger) changed(result sql.Result, err error) (bool, error) {
@@ -139,13 +135,17 @@ func (l *Ledger) changed(result sql.Result, err error) (bool, error) {
 func (l *Ledger) exec(ctx context.Context, stmt *sql.Stmt, query string, args ...any) (result sql.Result, err error) {
 	ctx, cancel := context.WithTimeout(ctx, statementLimit)
 	defer cancel()
-	err = sqldb.Retry(ctx, statementLimit, func() (err error) {
+	once := func() (err error) {
 		if stmt != nil {
 			result, err = stmt.ExecContext(ctx, args...)
 		} else {
 			result, err = l.db.ExecContext(ctx, query, args...)
 		}
 		return err
-	})
+	}
+	if err := once(); err == nil || !sqldb.Transient(err) {
+		return result, err
+	}
+	err = sqldb.Retry(ctx, statementLimit, once)
 	return result, err
 }

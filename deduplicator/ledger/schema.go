@@ -25,7 +25,7 @@ func Schema(dialect deduplicator.Dialect, opts ...Option) (string, error) {
 }
 
 func (c *config) schema() string {
-	return sqldb.Script(schemas, c.dialect, map[string]string{"effects": c.table}, map[string]string{"effects": "_state"})
+	return sqldb.Script(schemas, c.dialect, map[string]string{"effects": c.table}, map[string]string{"effects": "_first_tried_at"})
 }
 
 // Migrate creates the ledger's table where it is missing. It can be run by many
@@ -48,7 +48,7 @@ func Migrate(ctx context.Context, db *sql.DB, dialect deduplicator.Dialect, opts
 func (c *config) check(ctx context.Context, db *sql.DB) error {
 	if err := sqldb.CheckColumns(ctx, db, c.dialect, c.table, "create it with ledger.Migrate, or run the statements that ledger.Schema returns",
 		"consumer_name", "message_key", "effect", "epoch", "idempotency_key", "state", "token", "lease_until", "attempts",
-		"arguments", "result", "error", "first_tried_at", "updated_at"); err != nil {
+		"arguments", "result", "error", "first_tried_at"); err != nil {
 		return fmt.Errorf("%w: %w", ErrSchema, err)
 	}
 	return nil

@@ -24,7 +24,7 @@ var errProvider = errors.New("503")
 // next delivery gets its result instead of calling.
 func TestResultIsReplayed(t *testing.T) {
 	t.Parallel()
-	each(t, func(t *testing.T, d testdb.Driver) {
+	with(t, testdb.All, func(t *testing.T, d testdb.Driver) {
 		k := newKit(t, d)
 		effect := newEffect(t, "charge", ledger.AskOperator())
 		type receipt struct {
@@ -67,7 +67,7 @@ func TestStates(t *testing.T) {
 		"ask provider":   func(k *kit) ledger.Rule { return ledger.AskProvider(k.provider.ask) },
 		"ask operator":   func(*kit) ledger.Rule { return ledger.AskOperator() },
 	}
-	each(t, func(t *testing.T, d testdb.Driver) {
+	with(t, testdb.All, func(t *testing.T, d testdb.Driver) {
 		for name, rule := range rules {
 			t.Run(name, func(t *testing.T) {
 				t.Parallel()
@@ -235,7 +235,7 @@ func TestAskProvider(t *testing.T) {
 // Of many deliveries at once one calls.
 func TestManyAtOnceCallOnce(t *testing.T) {
 	t.Parallel()
-	each(t, func(t *testing.T, d testdb.Driver) {
+	with(t, testdb.All, func(t *testing.T, d testdb.Driver) {
 		k := newKit(t, d)
 		effect := newEffect(t, "charge", ledger.RetryWithKey(24*time.Hour))
 		var wg sync.WaitGroup

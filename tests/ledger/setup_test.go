@@ -46,7 +46,13 @@ func TestMain(m *testing.M) {
 // each runs test on each kind of database, in parallel.
 func each(t *testing.T, test func(t *testing.T, d testdb.Driver)) {
 	t.Helper()
-	for _, d := range testdb.Servers {
+	with(t, testdb.Servers, test)
+}
+
+// with runs test with each driver, in parallel.
+func with(t *testing.T, drivers []testdb.Driver, test func(t *testing.T, d testdb.Driver)) {
+	t.Helper()
+	for _, d := range drivers {
 		t.Run(d.Name, func(t *testing.T) {
 			t.Parallel()
 			test(t, d)
@@ -138,7 +144,7 @@ func (k *kit) later(d time.Duration) {
 		shift = fmt.Sprintf("%%[1]s = strftime('%%%%Y-%%%%m-%%%%d %%%%H:%%%%M:%%%%f', %%[1]s, '-%.3f seconds')", d.Seconds())
 	}
 	_, err := k.db.ExecContext(k.t.Context(), "UPDATE external_effects SET "+fmt.Sprintf(shift, "lease_until")+", "+
-		fmt.Sprintf(shift, "first_tried_at")+", "+fmt.Sprintf(shift, "updated_at"))
+		fmt.Sprintf(shift, "first_tried_at"))
 	require.NoError(k.t, err)
 }
 

@@ -1,9 +1,9 @@
 CREATE TABLE IF NOT EXISTS {effects} (
+    idempotency_key text COLLATE "C" NOT NULL,
     consumer_name   text COLLATE "C" NOT NULL,
     message_key     text COLLATE "C" NOT NULL,
     effect          text COLLATE "C" NOT NULL,
     epoch           integer NOT NULL,
-    idempotency_key text COLLATE "C" NOT NULL,
     state           text COLLATE "C" NOT NULL,
     token           text COLLATE "C" NOT NULL,
     lease_until     timestamptz NOT NULL,
@@ -12,7 +12,6 @@ CREATE TABLE IF NOT EXISTS {effects} (
     result          bytea,
     error           text,
     first_tried_at  timestamptz NOT NULL,
-    updated_at      timestamptz NOT NULL,
-    PRIMARY KEY (consumer_name, message_key, effect, epoch)
+    PRIMARY KEY (idempotency_key)
 );
-CREATE INDEX IF NOT EXISTS {effects_index} ON {effects} (state, updated_at);
+CREATE INDEX IF NOT EXISTS {effects_index} ON {effects} (first_tried_at);
