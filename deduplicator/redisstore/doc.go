@@ -22,6 +22,7 @@
 //   - B86 a context that ends inside the work undoes everything
 //   - B24 work that ignored a broken transaction is not committed
 //   - work that ends the transaction is found out
+//   - work that ends the transaction and fails is found out
 //   - B18 a twin waits and runs when the first fails
 //   - B31 copies of a first run that fails have one effect
 //   - B28 a conflict with other transactions runs the work again

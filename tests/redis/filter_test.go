@@ -185,7 +185,7 @@ func TestFilterWhileRedisIsGone(t *testing.T) {
 			client.AddHook(asked)
 			_, store := newSQLStore(t, testdb.SQLite)
 			database := &counted{Store: store}
-			filter := newFilter(t, database, client, namespace(), redisstore.WithTimeout(time.Second), redisstore.WithErrorHandler(reported.add))
+			filter := newFilter(t, database, client, namespace(), redisstore.WithTimeout(5*time.Second), redisstore.WithErrorHandler(reported.add))
 			process(t, filter, claim("before", "one"), work(), deduplicator.Processed)
 			process(t, filter, claim("before", "one"), never(t), deduplicator.Duplicate)
 			require.Equal(t, 1, database.reached())
@@ -238,7 +238,7 @@ func TestFilterUnderLoadWhileRedisIsSilent(t *testing.T) {
 	t.Parallel()
 	p := newProxy(t, services.Value(t, services.Redis))
 	p.add(`{"name": "silent", "type": "timeout", "stream": "upstream", "attributes": {"timeout": 0}}`)
-	_, store := newSQLStore(t, testdb.PGX)
+	_, store := newSQLStore(t, testdb.PGX, deduplicator.WithClaimTimeout(time.Minute))
 	filter := newFilter(t, store, connect(t, p.Listen), namespace())
 	var processed, duplicates atomic.Int32
 	var wg sync.WaitGroup
