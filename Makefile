@@ -30,7 +30,7 @@ test-fast:
 
 ## bench: what the middlewares cost, as ratios against the same work by hand
 bench:
-	$(SERVICES) run postgres mariadb redis -- go test -run '^$$' -bench . -benchtime 100x ./tests/bench
+	$(SERVICES) run postgres mariadb redis -- go test -run '^$$' -bench . -benchtime 100x ./tests/bench ./tests/ledger
 
 ## services, services-stop: start the real servers and leave them running; stop them
 services:

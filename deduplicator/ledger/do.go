@@ -222,12 +222,18 @@ func (e *execution) notStarted(ctx context.Context, cause error) error {
 
 // call calls and records how it ended.
 func (e *execution) call(ctx context.Context, since time.Time, do func(context.Context) (any, error)) ([]byte, error) {
-	if away := time.Since(since); away >= e.config.lease { // the process was paused
-		err := e.finish(ctx, statePlanned, nil, "")
-		if err == nil {
-			err = e.error(ErrInProgress, fmt.Errorf("the lease ended before the call, after %v", away.Round(time.Millisecond)), false)
+	var never error // why it is not called after all
+	switch away := time.Since(since); {
+	case away >= e.config.lease: // the process was paused
+		never = e.error(ErrInProgress, fmt.Errorf("the lease ended before the call, after %v", away.Round(time.Millisecond)), false)
+	case ctx.Err() != nil:
+		never = ctx.Err()
+	}
+	if never != nil {
+		if err := e.finish(ctx, statePlanned, nil, ""); err != nil {
+			return nil, err
 		}
-		return nil, err
+		return nil, never
 	}
 	var value any
 	var failure error

@@ -71,8 +71,8 @@ func report(out io.Writer, o options, plan []delivery, protected, unprotected re
 				return []int{none, one, more}[pick]
 			}
 		}
-		both("orders without "+service, times(0))
-		both("orders with one of "+service, times(1))
+		both("orders without a "+strings.TrimSuffix(service, "s"), times(0))
+		both("orders with one "+strings.TrimSuffix(service, "s"), times(1))
 		both("orders with two or more "+service, times(2))
 	}
 	both("orders whose row is not what was done", func(r result) any { return r.mismatches })

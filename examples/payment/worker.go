@@ -70,6 +70,8 @@ type worker struct {
 	protected bool
 
 	charge, label ledger.Effect
+
+	tried *message.Message // the last one; this worker handles one at a time
 }
 
 // What goes wrong with a delivery stands beside the order.
@@ -85,7 +87,10 @@ func (w *worker) handle(msg *message.Message) error {
 		return idempotent.Permanent(err)
 	}
 	struck, at := fault(msg.Metadata.Get(faultMetadata)), msg.Metadata.Get(atMetadata)
-	msg.Metadata.Set(faultMetadata, "") // it strikes once
+	if w.tried == msg { // it strikes once, not at each attempt
+		struck = none
+	}
+	w.tried = msg
 	ctx := msg.Context()
 	charge, err := w.effect(ctx, w.charge, charges, o, faultAt(struck, at, charges))
 	if err != nil {

@@ -2,6 +2,7 @@ package ledger_test
 
 import (
 	"context"
+	"database/sql"
 	"errors"
 	"fmt"
 	"runtime"
@@ -14,6 +15,7 @@ import (
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator/ledger"
+	"github.com/seed-2f56a981/watermill-idempotent/internal/sqlhook"
 	"github.com/seed-2f56a981/watermill-idempotent/middleware"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
@@ -166,6 +168,28 @@ func TestResultIsRecordedAfterTheContextEnds(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, 7, got)
 		require.Equal(t, "succeeded", k.state("m"))
+	})
+}
+
+// A context that ends before the call leaves nothing behind that nobody knows.
+func TestContextEndsBeforeTheCall(t *testing.T) {
+	t.Parallel()
+	each(t, func(t *testing.T, d testdb.Driver) {
+		k := newKit(t, d)
+		ctx, cancel := context.WithCancel(k.of("m"))
+		db := sql.OpenDB(sqlhook.Wrap(sqlhook.Borrow(k.db), func(_ context.Context, e sqlhook.Event) error {
+			if e.Step == sqlhook.StatementDone && strings.HasPrefix(e.Query, "INSERT") {
+				cancel()
+			}
+			return nil
+		}))
+		t.Cleanup(func() { require.NoError(t, db.Close()) })
+		_, err := ledger.Do(ctx, k.newLedger(db), newEffect(t, "charge", ledger.AskOperator()), nil, func(context.Context, string) (int, error) {
+			t.Error("called")
+			return 0, nil
+		})
+		require.ErrorIs(t, err, context.Canceled)
+		require.Equal(t, "planned", k.state("m"))
 	})
 }
 

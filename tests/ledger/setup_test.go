@@ -119,18 +119,6 @@ func (k *kit) charge(message string, effect ledger.Effect) (string, error) {
 	return ledger.Do(k.of(message), k.ledger, effect, 100, k.provider.charge)
 }
 
-// past is a time column's value from before.
-func (k *kit) past(age time.Duration) string {
-	switch k.driver.Dialect {
-	case deduplicator.PostgreSQL:
-		return fmt.Sprintf("clock_timestamp() - interval '%d microseconds'", age.Microseconds())
-	case deduplicator.MySQL:
-		return fmt.Sprintf("UTC_TIMESTAMP(6) - INTERVAL %d MICROSECOND", age.Microseconds())
-	default:
-		return fmt.Sprintf("strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '-%.3f seconds')", age.Seconds())
-	}
-}
-
 // later lets time pass for all effects: it moves what is stored instead of the clock.
 func (k *kit) later(d time.Duration) {
 	k.t.Helper()
