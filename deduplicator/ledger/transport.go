@@ -123,6 +123,9 @@ func def[T comparable](value, instead T) T {
 // has already; requests with a safe method (GET, HEAD, OPTIONS, TRACE) get none. One
 // key is one request: give an effect that needs several of them a [Effect.Part] each.
 //
+// It is for providers that recognise the key. One that does not would do twice what
+// is sent twice.
+//
 // A request may be sent again if it has a key or an idempotent method (the safe ones,
 // PUT and DELETE: RFC 9110, section 9.2.2). A POST or PATCH without a key is sent once.
 // It is sent again after

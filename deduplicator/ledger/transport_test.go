@@ -38,8 +38,8 @@ const (
 	lost = -1 // processed, but the connection is cut before the answer
 )
 
-// provider is a server that answers by a script; its last step is repeated.
-type provider struct {
+// scripted is a provider that answers by a script; its last step is repeated.
+type scripted struct {
 	*httptest.Server
 	mu       sync.Mutex
 	script   []int
@@ -49,9 +49,9 @@ type provider struct {
 	requests int
 }
 
-func newProvider(t *testing.T, script ...int) *provider {
+func newScripted(t *testing.T, script ...int) *scripted {
 	t.Helper()
-	p := &provider{script: script}
+	p := &scripted{script: script}
 	p.Server = httptest.NewUnstartedServer(p)
 	p.Config.ConnState = func(_ net.Conn, state http.ConnState) {
 		if state == http.StateNew {
@@ -65,7 +65,7 @@ func newProvider(t *testing.T, script ...int) *provider {
 	return p
 }
 
-func (p *provider) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+func (p *scripted) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	body, err := io.ReadAll(r.Body)
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -83,7 +83,7 @@ func (p *provider) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 }
 
 // seen is how many requests came, after checking that all are the same.
-func (p *provider) seen(t *testing.T, key, body string) int {
+func (p *scripted) seen(t *testing.T, key, body string) int {
 	t.Helper()
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -142,7 +142,7 @@ func TestTransportRules(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			p := newProvider(t, tt.script...)
+			p := newScripted(t, tt.script...)
 			ctx := t.Context()
 			if tt.key != "" {
 				ctx = ledger.ContextWithKey(ctx, tt.key)
@@ -243,12 +243,12 @@ func TestTransportTellsNotSentFromUnknown(t *testing.T) {
 		t.Fatal(err)
 	}
 	waiting, giveUp := context.WithCancel(t.Context())
-	silent := newProvider(t, 200)
+	silent := newScripted(t, 200)
 	silent.Config.Handler = http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
 		giveUp()
 		<-r.Context().Done()
 	})
-	dropped := newProvider(t, lost)
+	dropped := newScripted(t, lost)
 	network := &http.Transport{DisableKeepAlives: true}
 	broken := errors.New("broken")
 	calls := func(urls ...string) http.RoundTripper { // one after the other
@@ -271,7 +271,7 @@ func TestTransportTellsNotSentFromUnknown(t *testing.T) {
 		"lost":                          {t.Context(), calls(dropped.URL), true, 4, nil},
 		"lost, then refused":            {t.Context(), calls(dropped.URL, refused), true, 4, nil},
 		"refused, then lost":            {t.Context(), calls(refused, refused, refused, dropped.URL), true, 4, nil},
-		"503, then refused":             {t.Context(), calls(newProvider(t, 503).URL, refused), true, 4, nil},
+		"503, then refused":             {t.Context(), calls(newScripted(t, 503).URL, refused), true, 4, nil},
 		"a base that does not tell":     {t.Context(), roundTrip(func(*http.Request) (*http.Response, error) { return nil, broken }), true, 4, broken},
 		"no answer before the ctx ends": {waiting, calls(silent.URL), true, 1, context.Canceled},
 		"a ctx that has ended":          {ended, calls(dropped.URL), false, 0, context.Canceled},
@@ -296,9 +296,9 @@ func TestTransportBodies(t *testing.T) {
 	const text = "0123456789"
 	config := quick
 	config.MaxBodyBytes = int64(len(text))
-	send := func(t *testing.T, script []int, edit func(req *http.Request)) (*provider, *http.Response, error) {
+	send := func(t *testing.T, script []int, edit func(req *http.Request)) (*scripted, *http.Response, error) {
 		t.Helper()
-		p := newProvider(t, script...)
+		p := newScripted(t, script...)
 		req := newRequest(ledger.ContextWithKey(t.Context(), "k"), t, "POST", p.URL, text)
 		edit(req)
 		res, err := newTransport(t, &http.Transport{DisableKeepAlives: true}, config).RoundTrip(req)
@@ -388,7 +388,7 @@ func TestTransportConnections(t *testing.T) {
 	t.Parallel()
 	network := &http.Transport{}
 	t.Cleanup(network.CloseIdleConnections)
-	p := newProvider(t, 503, 429, 409, 200)
+	p := newScripted(t, 503, 429, 409, 200)
 	client := &http.Client{Transport: newTransport(t, network, quick)}
 	post := func() {
 		t.Helper()
