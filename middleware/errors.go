@@ -32,12 +32,12 @@ func (e *permanentError) Unwrap() error { return e.err }
 func (e *permanentError) Permanent() bool { return true }
 
 // IsPermanent reports whether err goes to the poison queue without a retry: it
-// was marked with [Permanent] or has a method Permanent() bool that returns true,
-// or it is about a message that has no key, no
-// version, no partition key, a part of a producer's number, or the key or version
-// of another one, that is too old or of unknown age for a store with a retention,
-// that was tried too often, that comes from a producer that was replaced, or whose
-// handler committed the transaction itself before it failed.
+// was marked with [Permanent] or has a method Permanent() bool that returns true, or
+// it is about a message that has no key, no version, no partition key, a part of a
+// producer's number, or the key or version of another one, that is too old or of
+// unknown age for a store with a retention, that was tried too often, that comes from
+// a producer that was replaced, or whose handler committed the transaction itself
+// before it failed.
 func IsPermanent(err error) bool {
 	var marked interface{ Permanent() bool }
 	if errors.As(err, &marked) && marked.Permanent() {

@@ -97,11 +97,11 @@ func runHalf(ctx context.Context, o options, plan []delivery, protected bool, st
 		h.name = "protected"
 	}
 	h.changed = sync.NewCond(&h.mu)
-	dir, err := os.MkdirTemp("", "payment-")
+	database, cleanUp, err := o.settings()
 	if err != nil {
 		return h.result, err
 	}
-	defer os.RemoveAll(dir) //nolint:errcheck // it is temporary
+	defer cleanUp()
 	provider, err := start(ctx, roleSettings{}, stderr)
 	if err != nil {
 		return h.result, err
@@ -109,12 +109,20 @@ func runHalf(ctx context.Context, o options, plan []delivery, protected bool, st
 	defer provider.stop()
 	url, _ := provider.next()
 	h.provider = client{url}
-	h.settings = roleSettings{Worker: true, Dir: dir, Provider: url, Protected: protected, Verbose: o.verbose}
-	shop, err := openShop(ctx, dir)
+	h.settings = roleSettings{Worker: true, Database: database, Provider: url, Protected: protected, Verbose: o.verbose}
+	shop, err := openShop(ctx, database)
+	if err == nil {
+		err = shop.createShipments(ctx)
+	}
 	if err != nil {
 		return h.result, err
 	}
 	defer shop.close()
+	defer func() { // after the workers
+		if err := shop.drop(context.WithoutCancel(ctx)); err != nil {
+			say(stderr, "payment: drop tables: %v", err)
+		}
+	}()
 
 	var wg sync.WaitGroup
 	for range workers {
@@ -283,7 +291,7 @@ func (h *half) compare(ctx context.Context, s *shop, plan []delivery) (err error
 	}
 	for _, d := range plan {
 		var rows int
-		if err := s.db.QueryRowContext(ctx, "SELECT COUNT(*) FROM shipments WHERE order_id = ? AND charge = ? AND label = ?",
+		if err := s.db.QueryRowContext(ctx, s.query("SELECT COUNT(*) FROM shipments WHERE order_id = ? AND charge = ? AND label = ?"),
 			d.Order.ID, "charge-"+d.Order.ID+"-1", "label-"+d.Order.ID+"-1").Scan(&rows); err != nil {
 			return err
 		}

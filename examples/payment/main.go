@@ -8,16 +8,21 @@
 package main
 
 import (
+	"cmp"
 	"context"
+	"crypto/rand"
 	"errors"
 	"flag"
 	"fmt"
 	"io"
 	"os"
 	"os/signal"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 )
 
 // Exit codes.
@@ -40,6 +45,7 @@ func main() {
 }
 
 type options struct {
+	db, dsn string
 	orders  int
 	seed    uint64
 	timeout time.Duration
@@ -52,6 +58,8 @@ func parse(args []string, usage io.Writer) (options, error) {
 	var o options
 	f := flag.NewFlagSet("payment", flag.ContinueOnError)
 	f.SetOutput(io.Discard)
+	f.StringVar(&o.db, "db", "sqlite", "database: sqlite, postgres or mysql (MariaDB too)")
+	f.StringVar(&o.dsn, "dsn", "", "data source name of pgx or go-sql-driver/mysql (or POSTGRES_DSN, MYSQL_DSN)")
 	f.IntVar(&o.orders, "orders", 60, "orders of the shop")
 	f.Uint64Var(&o.seed, "seed", 1, "the same seed makes the same faults")
 	f.DurationVar(&o.timeout, "timeout", 2*time.Minute, "the longest that each half may take")
@@ -64,7 +72,17 @@ func parse(args []string, usage io.Writer) (options, error) {
 		}
 		return o, err
 	}
+	o.dsn = cmp.Or(o.dsn, map[string]string{
+		"postgres": cmp.Or(os.Getenv("POSTGRES_DSN"), os.Getenv("TEST_POSTGRES_DSN")),
+		"mysql":    cmp.Or(os.Getenv("MYSQL_DSN"), os.Getenv("TEST_MARIADB_DSN")),
+	}[o.db])
 	switch {
+	case o.db != "sqlite" && o.db != "postgres" && o.db != "mysql":
+		return o, fmt.Errorf("-db is %q, must be one of sqlite, postgres, mysql", o.db)
+	case o.db == "sqlite" && o.dsn != "":
+		return o, errors.New("-dsn is for -db postgres and mysql; SQLite's files are temporary")
+	case o.db != "sqlite" && o.dsn == "":
+		return o, fmt.Errorf("-db %s needs -dsn", o.db)
 	case f.NArg() > 0:
 		return o, fmt.Errorf("unexpected argument %q", f.Arg(0))
 	case o.orders < 1 || o.orders > maxOrders:
@@ -73,6 +91,22 @@ func parse(args []string, usage io.Writer) (options, error) {
 		return o, fmt.Errorf("-timeout is %v, must be over 0", o.timeout)
 	}
 	return o, nil
+}
+
+// settings returns where a half has its tables, and what deletes SQLite's files.
+func (o options) settings() (settings databaseSettings, cleanUp func(), err error) {
+	settings.Prefix = "payment_" + strings.ToLower(rand.Text()[:8]) + "_"
+	switch o.db {
+	case "postgres":
+		settings.Dialect, settings.DSN = deduplicator.PostgreSQL, [2]string{o.dsn, o.dsn}
+	case "mysql":
+		settings.Dialect, settings.DSN = deduplicator.MySQL, [2]string{o.dsn, o.dsn}
+	default:
+		dir, err := os.MkdirTemp("", "payment-")
+		settings.Dialect, settings.DSN = deduplicator.SQLite, [2]string{sqliteDSN(dir, "shop.db"), sqliteDSN(dir, "ledger.db")}
+		return settings, func() { _ = os.RemoveAll(dir) }, err
+	}
+	return settings, func() {}, nil
 }
 
 // run is the program: it returns the exit code.

@@ -64,7 +64,7 @@ func TestPlan(t *testing.T) {
 
 func TestFlags(t *testing.T) {
 	t.Parallel()
-	for _, args := range [][]string{{"-orders", "0"}, {"-orders", "100001"}, {"-timeout", "0"}, {"-nope"}, {"what"}} {
+	for _, args := range [][]string{{"-orders", "0"}, {"-orders", "100001"}, {"-timeout", "0"}, {"-nope"}, {"what"}, {"-db", "oracle"}, {"-dsn", "x"}} {
 		var stderr bytes.Buffer
 		if code := run(t.Context(), args, &bytes.Buffer{}, &stderr); code != exitUsage || stderr.Len() == 0 {
 			t.Errorf("%q: exit code %d, %s", args, code, stderr.String())

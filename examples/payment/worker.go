@@ -9,11 +9,15 @@ import (
 	"fmt"
 	"net/http"
 	"os"
+	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
-	_ "modernc.org/sqlite" // driver "sqlite"
+	_ "github.com/go-sql-driver/mysql" // driver "mysql"
+	_ "github.com/jackc/pgx/v5/stdlib" // driver "pgx"
+	_ "modernc.org/sqlite"             // driver "sqlite"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator/ledger"
@@ -23,44 +27,82 @@ import (
 // lease is short, so that the demonstration does not wait long for killed workers.
 const lease = time.Second
 
+// databaseSettings say where the shop's tables are.
+type databaseSettings struct {
+	Dialect deduplicator.Dialect
+	DSN     [2]string // of the shop and of the ledger
+	Prefix  string    // of the tables' names
+}
+
 // shop is what a worker and an operator open.
 type shop struct {
+	settings     databaseSettings
 	db, ledgerDB *sql.DB
 	store        *deduplicator.SQLStore
 	ledger       *ledger.Ledger
 }
 
-// openShop opens two files: a handler's transaction locks the first one, so the ledger
-// needs another. On PostgreSQL and MySQL a second pool is enough.
-func openShop(ctx context.Context, dir string) (*shop, error) {
-	s := &shop{}
+// openShop opens two pools, because a handler holds a connection of the first one while
+// the ledger needs another. On SQLite a handler's transaction even locks the file, so
+// there the ledger has a file of its own.
+func openShop(ctx context.Context, settings databaseSettings) (*shop, error) {
+	s := &shop{settings: settings}
+	dialect, prefix := settings.Dialect, settings.Prefix
+	driver := map[deduplicator.Dialect]string{deduplicator.SQLite: "sqlite", deduplicator.PostgreSQL: "pgx", deduplicator.MySQL: "mysql"}[dialect]
 	var err error
-	if s.db, err = sql.Open("sqlite", dsn(dir, "shop.db")); err != nil {
+	if s.db, err = sql.Open(driver, settings.DSN[0]); err != nil {
 		return nil, err
 	}
-	if s.ledgerDB, err = sql.Open("sqlite", dsn(dir, "ledger.db")); err != nil {
+	if s.ledgerDB, err = sql.Open(driver, settings.DSN[1]); err != nil {
 		return nil, err
 	}
-	if err := deduplicator.Migrate(ctx, s.db, deduplicator.SQLite); err != nil {
+	tables := []deduplicator.Option{
+		deduplicator.WithTables(prefix+"processed", prefix+"produced"),
+		deduplicator.WithLeasesTable(prefix + "leases"), deduplicator.WithAttemptsTable(prefix + "attempts"),
+	}
+	effects := []ledger.Option{ledger.WithTable(prefix + "effects"), ledger.WithLease(lease)}
+	if err := deduplicator.Migrate(ctx, s.db, dialect, tables...); err != nil {
 		return nil, err
 	}
-	if err := ledger.Migrate(ctx, s.ledgerDB, deduplicator.SQLite); err != nil {
+	if err := ledger.Migrate(ctx, s.ledgerDB, dialect, effects...); err != nil {
 		return nil, err
 	}
-	if _, err := s.db.ExecContext(ctx, "CREATE TABLE IF NOT EXISTS shipments (order_id TEXT NOT NULL, charge TEXT NOT NULL, label TEXT NOT NULL)"); err != nil {
+	if s.store, err = deduplicator.NewSQLStore(ctx, s.db, dialect, tables...); err != nil {
 		return nil, err
 	}
-	if s.store, err = deduplicator.NewSQLStore(ctx, s.db, deduplicator.SQLite); err != nil {
-		return nil, err
-	}
-	s.ledger, err = ledger.New(ctx, s.store, s.ledgerDB, deduplicator.SQLite, ledger.WithLease(lease))
+	s.ledger, err = ledger.New(ctx, s.store, s.ledgerDB, dialect, effects...)
 	return s, err
+}
+
+// createShipments creates the shop's own table; the parent does it, once.
+func (s *shop) createShipments(ctx context.Context) error {
+	_, err := s.db.ExecContext(ctx, "CREATE TABLE "+s.settings.Prefix+"shipments (order_id varchar(20) NOT NULL, charge varchar(100) NOT NULL, label varchar(100) NOT NULL)")
+	return err
+}
+
+// query writes placeholders and the name of the shop's table as the database wants them.
+func (s *shop) query(text string) string {
+	text = strings.ReplaceAll(text, "shipments", s.settings.Prefix+"shipments")
+	for n := 1; s.settings.Dialect == deduplicator.PostgreSQL && strings.Contains(text, "?"); n++ {
+		text = strings.Replace(text, "?", fmt.Sprint("$", n), 1)
+	}
+	return text
 }
 
 func (s *shop) close() { _ = errors.Join(s.db.Close(), s.ledgerDB.Close()) }
 
-func dsn(dir, file string) string {
-	return "file:" + dir + "/" + file + "?_pragma=busy_timeout(5000)&_pragma=journal_mode(WAL)&_pragma=synchronous(NORMAL)&_txlock=immediate"
+// drop deletes the tables.
+func (s *shop) drop(ctx context.Context) (err error) {
+	for _, name := range []string{"processed", "produced", "leases", "attempts", "shipments"} {
+		_, dropErr := s.db.ExecContext(ctx, "DROP TABLE "+s.settings.Prefix+name)
+		err = errors.Join(err, dropErr)
+	}
+	_, dropErr := s.ledgerDB.ExecContext(ctx, "DROP TABLE "+s.settings.Prefix+"effects")
+	return errors.Join(err, dropErr)
+}
+
+func sqliteDSN(dir, file string) string {
+	return "file:" + filepath.Join(dir, file) + "?_pragma=busy_timeout(5000)&_pragma=journal_mode(WAL)&_pragma=synchronous(NORMAL)&_txlock=immediate"
 }
 
 // worker handles orders in a process of its own, which is killed now and then.
@@ -101,7 +143,7 @@ func (w *worker) handle(msg *message.Message) error {
 		return err
 	}
 	tx, _ := idempotent.Tx(ctx)
-	if _, err := tx.ExecContext(ctx, "INSERT INTO shipments (order_id, charge, label) VALUES (?, ?, ?)", o.ID, charge, label); err != nil {
+	if _, err := tx.ExecContext(ctx, w.query("INSERT INTO shipments (order_id, charge, label) VALUES (?, ?, ?)"), o.ID, charge, label); err != nil {
 		return err
 	}
 	switch struck {
@@ -159,7 +201,7 @@ func die() {
 
 // work is the worker process: a Watermill router whose broker is the parent.
 func work(ctx context.Context, s roleSettings) error {
-	shop, err := openShop(ctx, s.Dir)
+	shop, err := openShop(ctx, s.Database)
 	if err != nil {
 		return err
 	}
@@ -251,7 +293,7 @@ const roleVariable = "PAYMENT_ROLE"
 
 type roleSettings struct {
 	Worker    bool // otherwise the provider
-	Dir       string
+	Database  databaseSettings
 	Provider  string
 	Protected bool
 	Verbose   bool
