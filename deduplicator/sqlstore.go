@@ -93,10 +93,7 @@ func (s *SQLStore) Retention() (time.Duration, bool) {
 
 // Process implements [Store].
 func (s *SQLStore) Process(ctx context.Context, claim Claim, work Work) (Result, error) {
-	if err := validate(claim); err != nil {
-		return Result{}, err
-	}
-	if err := s.config.checkTime(claim); err != nil {
+	if err := s.Check(claim); err != nil {
 		return Result{}, err
 	}
 	if known, err := s.known.duplicate(claim); known {
@@ -113,6 +110,16 @@ func (s *SQLStore) Process(ctx context.Context, claim Claim, work Work) (Result,
 		return s.countedProcess(ctx, claim, work)
 	}
 	return s.process(ctx, claim, work)
+}
+
+// Check returns the error with which Process refuses claim without asking the
+// database, for a wrapper that answers copies itself: [ErrInvalidClaim], [ErrNoTime]
+// or [ErrTooOld].
+func (s *SQLStore) Check(claim Claim) error {
+	if err := claim.Validate(); err != nil {
+		return err
+	}
+	return s.config.checkTime(claim)
 }
 
 // process runs attempts until one is not undone by other transactions.
@@ -406,18 +413,6 @@ func (s *SQLStore) exec(ctx context.Context, query string, args ...any) (result 
 		return err
 	})
 	return result, err
-}
-
-func validate(claim Claim) error {
-	switch {
-	case claim.Consumer == "":
-		return fmt.Errorf("%w: no consumer", ErrInvalidClaim)
-	case claim.Key == "":
-		return fmt.Errorf("%w: no key", ErrInvalidClaim)
-	case len(claim.Fingerprint) > sqldb.MaxKeyBytes:
-		return fmt.Errorf("%w: fingerprint has %d bytes, the limit is %d", ErrInvalidClaim, len(claim.Fingerprint), sqldb.MaxKeyBytes)
-	}
-	return nil
 }
 
 func key(claim Claim) []any {
