@@ -29,7 +29,8 @@ import (
 //   - call returned an error marked by middleware.Permanent: [ErrFailed] is returned
 //     again. What the handler must look into, such as the reason why a card was
 //     declined, is better a result.
-//   - call returned an error marked by [NotDone]: it is called.
+//   - call returned an error marked by [NotDone]: it is called; after a retry of an
+//     unknown effect, which stays unknown, the rule decides.
 //   - call returned another error, panicked, or nobody knows: the [Rule] of the
 //     effect decides.
 //
@@ -46,7 +47,7 @@ import (
 // handler always sees the same.
 //
 // Do returns an error of this package, most of them an [EffectError]; call's own
-// error if it is marked by NotDone; or one that wraps both [ErrUnknown] and call's
+// error if it is marked by NotDone and was not a retry; or one that wraps both [ErrUnknown] and call's
 // error. [deduplicator.ErrUnavailable] says that the ledger failed before the call.
 // Return them from the handler: they tell package middleware whether to try again,
 // to return the message to the broker, or to park it.
@@ -77,6 +78,7 @@ type execution struct {
 	key       string
 	token     string // of this execution alone
 	arguments []byte // their hash
+	without   string // the state without this execution's call: planned, or unknown for a retry
 }
 
 func (l *Ledger) execution(ctx context.Context, effect Effect, args any) (*execution, error) {
@@ -98,7 +100,7 @@ func (l *Ledger) execution(ctx context.Context, effect Effect, args any) (*execu
 		return nil, fmt.Errorf("%w: %q: arguments: %w", ErrInvalidEffect, effect.name, err)
 	}
 	arguments := sha256.Sum256(encoded)
-	return &execution{l, effect, id, id.key(), rand.Text(), arguments[:]}, nil
+	return &execution{l, effect, id, id.key(), rand.Text(), arguments[:], statePlanned}, nil
 }
 
 func (e *execution) error(kind, cause error, permanent bool) error {
@@ -146,6 +148,10 @@ func (e *execution) run(ctx context.Context, call func(context.Context) (any, er
 			if !again {
 				continue
 			}
+		}
+		e.without = statePlanned
+		if r.state != statePlanned {
+			e.without = stateUnknown // an earlier call may have had an effect, whatever becomes of this one
 		}
 		since = time.Now()
 		if isNew, err = e.take(ctx, r, stateStarted); err != nil {
@@ -216,7 +222,7 @@ func (e *execution) ask(ctx context.Context, r row, cause error) error {
 func (e *execution) notStarted(ctx context.Context, cause error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
 	defer cancel()
-	_, err := e.changed(e.finishOnce(ctx, statePlanned, nil, ""))
+	_, err := e.changed(e.finishOnce(ctx, e.without, nil, ""))
 	return e.error(deduplicator.ErrUnavailable, errors.Join(cause, err), false)
 }
 
@@ -230,7 +236,7 @@ func (e *execution) call(ctx context.Context, since time.Time, do func(context.C
 		never = ctx.Err()
 	}
 	if never != nil {
-		if err := e.finish(ctx, statePlanned, nil, ""); err != nil {
+		if err := e.finish(ctx, e.without, nil, ""); err != nil {
 			return nil, err
 		}
 		return nil, never
@@ -240,7 +246,7 @@ func (e *execution) call(ctx context.Context, since time.Time, do func(context.C
 	e.hold(ctx, func(ctx context.Context) { value, failure = do(ctx) })
 	state, result, reason, lost := e.outcome(Answer{state: stateSucceeded, result: value})
 	if failure != nil {
-		state, result, reason = classify(failure), nil, failure.Error()
+		state, result, reason = e.classify(failure), nil, failure.Error()
 	}
 	if err := e.finish(ctx, state, result, reason); err != nil {
 		var effectErr *EffectError
@@ -266,12 +272,12 @@ func (e *execution) call(ctx context.Context, since time.Time, do func(context.C
 }
 
 // classify returns the state after a call that returned err.
-func classify(err error) string {
+func (e *execution) classify(err error) string {
 	var own *permanentError
 	var marked interface{ Permanent() bool }
 	switch {
 	case IsNotDone(err):
-		return statePlanned
+		return e.without
 	case errors.As(err, &own): // misuse of this package inside the call: it says nothing about the provider
 		return stateUnknown
 	case errors.As(err, &marked) && marked.Permanent():

@@ -125,8 +125,8 @@ func (e *EffectError) Unwrap() []error {
 
 // NotDone marks an error of a call that certainly had no effect: the connection was
 // refused, the request was never sent, the provider said "not now". The effect is
-// then planned again, and the next attempt calls under every rule. NotDone(nil) is
-// nil.
+// then planned again, and the next attempt calls under every rule; but an effect that
+// was unknown before this call stays unknown. NotDone(nil) is nil.
 //
 // An error that is not marked leaves the effect unknown.
 func NotDone(err error) error {

@@ -43,9 +43,10 @@ type model struct {
 	owner  *worker // whose call may still be recorded
 	age    time.Duration
 
-	effects    int // at the provider
-	calls      int // so far, which number the receipts
-	generation int // at the provider, who refuses older calls since it said "not done"
+	effects    int           // at the provider
+	effectAge  time.Duration // of the last one
+	calls      int           // so far, which number the receipts
+	generation int           // at the provider, who refuses older calls since it said "not done"
 
 	paused []*worker
 	listed []ledger.UnknownEffect // by an operator, some time ago
@@ -98,8 +99,9 @@ func (m *model) perform(call, generation int) (string, error) {
 	if generation < m.generation {
 		return "", errRefused
 	}
-	if m.rule != "retry with key" || m.effects == 0 {
+	if m.rule != "retry with key" || m.effects == 0 || m.effectAge > modelWindow { // it has forgotten the key
 		m.effects++
+		m.effectAge = 0
 	}
 	return fmt.Sprint("receipt ", call), nil
 }
@@ -223,6 +225,9 @@ func (m *model) deliver() {
 		if before != "started" && before != "unknown" || m.rule == "ask provider" {
 			m.age = 0
 		}
+		if ending == "not done" && (before == "started" || before == "unknown") && m.rule != "ask provider" {
+			ending = "lost before" // an earlier call may have done it
+		}
 		m.called(ending, pausing, result, err)
 	}
 	if !slices.Contains([]string{"", "planned"}, before) && !mayCall && m.rule != "ask provider" {
@@ -299,6 +304,7 @@ func (m *model) pass() {
 	d := rapid.SampledFrom([]time.Duration{ledger.DefaultLease, 9 * time.Hour}).Draw(m.T, "time")
 	m.k.later(d)
 	m.age += d
+	m.effectAge += d
 	m.leased = false
 }
 

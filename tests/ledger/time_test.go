@@ -138,6 +138,26 @@ func TestRedeliveryAfterDays(t *testing.T) {
 	})
 }
 
+// A retry that certainly did nothing says nothing about the call before it: the effect
+// stays unknown, and the key's window still begins with the first call.
+func TestRetryThatWasNotDone(t *testing.T) {
+	t.Parallel()
+	each(t, func(t *testing.T, d testdb.Driver) {
+		k := newKit(t, d)
+		effect := newEffect(t, "charge", ledger.RetryWithKey(24*time.Hour))
+		run := func(failure error) error {
+			_, err := ledger.Do(k.of("m"), k.ledger, effect, nil, func(context.Context, string) (int, error) { return 1, failure })
+			return err
+		}
+		require.ErrorIs(t, run(errProvider), ledger.ErrUnknown)
+		k.later(23 * time.Hour)
+		require.ErrorIs(t, run(ledger.NotDone(errProvider)), ledger.ErrUnknown)
+		require.Equal(t, "unknown", k.state("m"))
+		k.later(2 * time.Hour)
+		require.ErrorIs(t, run(nil), ledger.ErrKeyExpired)
+	})
+}
+
 // An operator's answer is what the next delivery gets.
 func TestResolve(t *testing.T) {
 	t.Parallel()
