@@ -29,10 +29,12 @@ import (
 //   - call returned an error marked by middleware.Permanent: [ErrFailed] is returned
 //     again. What the handler must look into, such as the reason why a card was
 //     declined, is better a result.
-//   - call returned an error marked by [NotDone]: it is called; after a retry of an
-//     unknown effect, which stays unknown, the rule decides.
+//   - call returned an error marked by [NotDone]: it is called.
 //   - call returned another error, panicked, or nobody knows: the [Rule] of the
 //     effect decides.
+//
+// When call is called for an effect that was unknown, its error says nothing about the
+// call before: whatever it is marked with, the effect stays unknown.
 //
 // Args is what the effect is about, such as amount and currency: what encoding/json
 // makes of it is compared, by a hash, so that the same effect is not run with other
@@ -47,10 +49,10 @@ import (
 // handler always sees the same.
 //
 // Do returns an error of this package, most of them an [EffectError]; call's own
-// error if it is marked by NotDone and was not a retry; or one that wraps both [ErrUnknown] and call's
-// error. [deduplicator.ErrUnavailable] says that the ledger failed before the call.
-// Return them from the handler: they tell package middleware whether to try again,
-// to return the message to the broker, or to park it.
+// error if it is marked by NotDone and the effect was not unknown; or one that wraps
+// both [ErrUnknown] and call's error. [deduplicator.ErrUnavailable] says that the
+// ledger failed before the call. Return them from the handler: they tell package
+// middleware whether to try again, to return the message to the broker, or to park it.
 func Do[T any](ctx context.Context, l *Ledger, effect Effect, args any, call func(ctx context.Context, key string) (T, error)) (T, error) {
 	var result T
 	e, err := l.execution(ctx, effect, args)
@@ -280,7 +282,7 @@ func (e *execution) classify(err error) string {
 		return e.without
 	case errors.As(err, &own): // misuse of this package inside the call: it says nothing about the provider
 		return stateUnknown
-	case errors.As(err, &marked) && marked.Permanent():
+	case errors.As(err, &marked) && marked.Permanent() && e.without == statePlanned:
 		return stateFailed
 	default:
 		return stateUnknown

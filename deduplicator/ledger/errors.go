@@ -44,8 +44,9 @@ var (
 	ErrArguments error = &permanentError{"ledger: same effect, other arguments"}
 
 	// ErrFailed says that the provider has refused the effect for good, now or at
-	// an earlier delivery: its error was marked by middleware.Permanent, or an
-	// [Answer] said so. That is durable, and trying again can't help.
+	// an earlier delivery: its error was marked by middleware.Permanent, and no call
+	// before it can have worked, or an [Answer] said so. That is durable, and trying
+	// again can't help.
 	ErrFailed = errors.New("ledger: effect has failed for good")
 
 	// ErrUnknown says that nobody knows whether the effect took place. That is

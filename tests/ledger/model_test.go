@@ -225,6 +225,13 @@ func (m *model) deliver() {
 		if before != "started" && before != "unknown" || m.rule == "ask provider" {
 			m.age = 0
 		}
+		if ending == "permanent" && (before == "started" || before == "unknown") && m.rule != "ask provider" {
+			require.True(m, middleware.IsPermanent(err))
+			require.ErrorIs(m, err, ledger.ErrUnknown)
+			require.NotErrorIs(m, err, ledger.ErrFailed)
+			m.state, m.leased, m.owner = "unknown", false, nil // an earlier call may have done it
+			return
+		}
 		if ending == "not done" && (before == "started" || before == "unknown") && m.rule != "ask provider" {
 			ending = "lost before" // an earlier call may have done it
 		}

@@ -138,9 +138,10 @@ func TestRedeliveryAfterDays(t *testing.T) {
 	})
 }
 
-// A retry that certainly did nothing says nothing about the call before it: the effect
-// stays unknown, and the key's window still begins with the first call.
-func TestRetryThatWasNotDone(t *testing.T) {
+// A retry that certainly did nothing, or was refused for good, says nothing about the
+// call before it: the effect stays unknown, and the key's window still begins with the
+// first call.
+func TestRetryThatFails(t *testing.T) {
 	t.Parallel()
 	each(t, func(t *testing.T, d testdb.Driver) {
 		k := newKit(t, d)
@@ -151,8 +152,14 @@ func TestRetryThatWasNotDone(t *testing.T) {
 		}
 		require.ErrorIs(t, run(errProvider), ledger.ErrUnknown)
 		k.later(23 * time.Hour)
-		require.ErrorIs(t, run(ledger.NotDone(errProvider)), ledger.ErrUnknown)
-		require.Equal(t, "unknown", k.state("m"))
+		for _, failure := range []error{ledger.NotDone(errProvider), middleware.Permanent(errProvider)} {
+			err := run(failure)
+			require.ErrorIs(t, err, ledger.ErrUnknown)
+			require.NotErrorIs(t, err, ledger.ErrFailed)
+			require.Equal(t, middleware.IsPermanent(failure), middleware.IsPermanent(err), "parked at once")
+			require.Equal(t, []string{"m"}, k.unknown())
+			require.Equal(t, "unknown", k.state("m"))
+		}
 		k.later(2 * time.Hour)
 		require.ErrorIs(t, run(nil), ledger.ErrKeyExpired)
 	})
