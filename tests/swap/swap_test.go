@@ -25,6 +25,7 @@ import (
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering/amqpshard"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering/kafkashard"
+	"github.com/seed-2f56a981/watermill-idempotent/ordering/sqlshard"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/services"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
@@ -59,11 +60,27 @@ var brokers = map[string]func(t *testing.T) open{
 	"amqp4": func(t *testing.T) open {
 		return onRabbit(services.Value(t, services.AMQP4), amqpshard.Slots)
 	},
+	"postgres": func(t *testing.T) open { return onSQL(t, testdb.PGX) },
+	"mariadb":  func(t *testing.T) open { return onSQL(t, testdb.MySQL) },
 }
 
 func onRabbit(url string, routing amqpshard.Routing) open {
 	return func(t *testing.T, group string) ordering.Broker {
 		broker, err := amqpshard.Open(t.Context(), amqpshard.Config{URL: url, Group: group, Shards: shards, Routing: routing}, nil)
+		require.NoError(t, err)
+		return broker
+	}
+}
+
+func onSQL(t *testing.T, driver testdb.Driver) open {
+	db := testdb.Create(t, driver)
+	require.NoError(t, sqlshard.Migrate(t.Context(), db.Open(t), driver.Dialect))
+	return func(t *testing.T, group string) ordering.Broker {
+		pool := db.Open(t)
+		pool.SetMaxOpenConns(2*shards + 2) // for two topics
+		broker, err := sqlshard.Open(t.Context(), sqlshard.Config{
+			DB: pool, Dialect: driver.Dialect, Group: group, Shards: shards, PollInterval: 50 * time.Millisecond,
+		}, nil)
 		require.NoError(t, err)
 		return broker
 	}
