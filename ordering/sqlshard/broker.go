@@ -187,11 +187,17 @@ func (b *Broker) declare(ctx context.Context, topic string) error {
 	if err != nil {
 		return err
 	}
+	// An insert would wait for rows that are there and locked by running handlers.
+	var recorded int
+	query := b.cfg.Dialect.Rebind("SELECT COUNT(*) FROM sqlshard_groups WHERE consumer_group = ? AND topic = ?")
+	if err := b.cfg.DB.QueryRowContext(ctx, query, b.cfg.Group, topic).Scan(&recorded); err != nil || recorded == shards {
+		return err
+	}
 	args := make([]any, 0, 3*shards)
 	for shard := range shards {
 		args = append(args, b.cfg.Group, topic, shard)
 	}
-	query := "INSERT INTO sqlshard_groups (consumer_group, topic, shard, acked_offset) VALUES " +
+	query = "INSERT INTO sqlshard_groups (consumer_group, topic, shard, acked_offset) VALUES " +
 		strings.Repeat("(?, ?, ?, 0), ", shards-1) + "(?, ?, ?, 0)"
 	if b.cfg.Dialect == ordering.PostgreSQL {
 		query += " ON CONFLICT DO NOTHING"
