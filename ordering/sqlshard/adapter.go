@@ -27,14 +27,18 @@ type adapter struct {
 // The lock is of the offset alone: other groups read the same message, and
 // publishers go on. On PostgreSQL the offset that counts is the one that was locked,
 // not the one that the statement's snapshot had.
+//
+// The lock must be tried once. A plan that joins it, and tries again for each
+// message, passes over those that it looked at before it got the lock.
 func (a adapter) SelectQuery(string, string, watermillsql.OffsetsAdapter) watermillsql.Query {
 	const position = `SELECT g.acked_offset FROM sqlshard_groups g WHERE g.consumer_group = ? AND g.topic = ? AND g.shard = ?
 		AND g.acked_offset < (SELECT s.last_offset FROM sqlshard_shards s WHERE s.topic = ? AND s.shard = ?) FOR UPDATE`
 	query := `SELECT m.message_offset, m.uuid, m.metadata, m.payload FROM sqlshard_messages m
 		WHERE m.message_offset > (` + position + ` SKIP LOCKED) AND m.topic = ? AND m.shard = ? ORDER BY m.message_offset LIMIT 1`
 	if a.dialect == ordering.PostgreSQL {
-		query = `SELECT m.message_offset, m.uuid, m.metadata, m.payload FROM (` + position + ` OF g SKIP LOCKED) acked
-			JOIN sqlshard_messages m ON m.message_offset > acked.acked_offset WHERE m.topic = ? AND m.shard = ? ORDER BY m.message_offset LIMIT 1`
+		query = `WITH acked AS MATERIALIZED (` + position + ` OF g SKIP LOCKED)
+			SELECT m.message_offset, m.uuid, m.metadata, m.payload FROM sqlshard_messages m
+			WHERE m.message_offset > (SELECT acked_offset FROM acked) AND m.topic = ? AND m.shard = ? ORDER BY m.message_offset LIMIT 1`
 	}
 	return watermillsql.Query{
 		Query: a.dialect.Rebind(query),

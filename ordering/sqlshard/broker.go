@@ -49,8 +49,6 @@ type Broker struct {
 	shards map[string]int // by topic, of those that are known to exist
 }
 
-var _ ordering.Broker = (*Broker)(nil)
-
 // Open checks cfg and the tables. A nil logger logs nothing. ctx bounds Open only.
 //
 // All problems of cfg are joined into one error that wraps [ErrInvalidConfig].
@@ -139,13 +137,16 @@ func (b *Broker) known(topic string) (int, error) {
 	return b.shards[topic], nil
 }
 
+// createTries bounds what create does when it finds nothing and can't insert.
+const createTries = 10
+
 // create makes topic exist and returns its number of shards.
 func (b *Broker) create(ctx context.Context, topic string) (int, error) {
 	count, err := b.known(topic)
 	if err != nil || count > 0 {
 		return count, err
 	}
-	for tried := false; ; tried = true {
+	for tries := 1; ; tries++ {
 		count := 0
 		query := b.cfg.Dialect.Rebind("SELECT COUNT(*) FROM sqlshard_shards WHERE topic = ?")
 		if err := b.cfg.DB.QueryRowContext(ctx, query, topic).Scan(&count); err != nil {
@@ -161,8 +162,9 @@ func (b *Broker) create(ctx context.Context, topic string) (int, error) {
 			return count, nil
 		}
 		// All rows in one statement, which fails as a whole when another process was
-		// faster, whatever its number of shards: so look once more before giving up.
-		if err := b.insertShards(ctx, topic); err != nil && tried {
+		// faster, whatever its number of shards, and on MySQL also as a deadlock of
+		// those that waited for one that gave up: so look again.
+		if err := b.insertShards(ctx, topic); err != nil && tries == createTries {
 			return 0, err
 		}
 	}

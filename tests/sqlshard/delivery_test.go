@@ -77,6 +77,36 @@ func TestOneConsumerPerShard(t *testing.T) {
 	})
 }
 
+// Members of a group compete for a shard, message by message: none is skipped or
+// handled out of order. A query that tries the lock again for each message that it
+// looks at, and gets it in between, has passed over those before.
+func TestMembersTakeTurns(t *testing.T) {
+	t.Parallel()
+	onEach(t, func(k *kit) {
+		const members, messages = 3, 60
+		handled := make(chan *message.Message)
+		for range members {
+			from := k.subscribe(k.open(k.config("group")))
+			go func() {
+				for msg := range from {
+					select {
+					case handled <- msg:
+					case <-k.Context().Done():
+						msg.Nack()
+					}
+				}
+			}()
+		}
+		publisher := k.open(k.config("publisher"))
+		require.NoError(k, publisher.Publisher().Publish(topic, series("key", 1, messages)...))
+		for i := 1; i <= messages; i++ {
+			msg := k.receive(handled)
+			require.Equal(k, strconv.Itoa(i), string(msg.Payload))
+			msg.Ack()
+		}
+	})
+}
+
 func TestNackedMessageComesBackBeforeTheNext(t *testing.T) {
 	t.Parallel()
 	onEach(t, func(k *kit) {
