@@ -26,6 +26,7 @@ import (
 	"github.com/seed-2f56a981/watermill-idempotent/ordering/amqpshard"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering/kafkashard"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering/sqlshard"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/rabbitmq"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/services"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
@@ -66,6 +67,12 @@ var brokers = map[string]func(t *testing.T) open{
 
 func onRabbit(url string, routing amqpshard.Routing) open {
 	return func(t *testing.T, group string) ordering.Broker {
+		t.Cleanup(func() { // all topics and groups of a scenario have one suffix
+			_, suffix, _ := strings.Cut(group, "-")
+			for _, topic := range []string{"orders", "reserved", "poison"} {
+				rabbitmq.Drop(t, url, topic+"-"+suffix, shards, group)
+			}
+		})
 		broker, err := amqpshard.Open(t.Context(), amqpshard.Config{URL: url, Group: group, Shards: shards, Routing: routing}, nil)
 		require.NoError(t, err)
 		return broker
