@@ -38,7 +38,8 @@ type variant struct {
 	handle  func(msg *message.Message) error
 	finish  func() error // after a block, while the clock runs; may be nil
 
-	over string // the variant that it is compared with besides by-hand
+	over string // the variant that it is compared with besides the base
+	size int    // messages of a block; 0 is block
 
 	times  []time.Duration // of each block
 	allocs uint64
@@ -66,14 +67,26 @@ func compare(b *testing.B, variants func(b *testing.B, driver testdb.Driver) []v
 	for _, driver := range testdb.Servers {
 		b.Run(driver.Name, func(b *testing.B) {
 			variants := variants(b, driver)
-			for b.Loop() {
-				for i := range variants {
-					variants[i].run(b)
-				}
-			}
-			report(b, variants)
+			alternate(b, "by-hand", variants)
 		})
 	}
+}
+
+// alternate lets each of the variants handle a block in turn, and reports their
+// times against those of the one that is named base.
+func alternate(b *testing.B, base string, variants []variant) {
+	b.Helper()
+	for i := range variants {
+		if variants[i].size == 0 {
+			variants[i].size = block
+		}
+	}
+	for b.Loop() {
+		for i := range variants {
+			variants[i].run(b)
+		}
+	}
+	report(b, base, variants)
 }
 
 // newMessage returns the n-th message, from 0: the entities have 1, 2, 3, … in turn.
@@ -87,7 +100,7 @@ func newMessage(n int) *message.Message {
 }
 
 func (v *variant) run(b *testing.B) {
-	messages := make([]*message.Message, block)
+	messages := make([]*message.Message, v.size)
 	for i := range messages {
 		messages[i] = newMessage(v.count)
 		messages[i].SetContext(b.Context())
@@ -119,18 +132,18 @@ func (v *variant) run(b *testing.B) {
 	v.allocs += after.Mallocs - before.Mallocs
 }
 
-func report(b *testing.B, variants []variant) {
+func report(b *testing.B, base string, variants []variant) {
 	named := func(name string) variant {
 		return variants[slices.IndexFunc(variants, func(v variant) bool { return v.name == name })]
 	}
 	b.ReportMetric(0, "ns/op") // a mixture of the variants: says nothing
 	for _, v := range variants {
-		b.ReportMetric(median(v.times, nil)/1e3/block, "us-"+v.name)
-		b.ReportMetric(median(named("by-hand").times, v.times), "x-"+v.name)
+		b.ReportMetric(median(v.times, nil)/1e3/float64(v.size), "us-"+v.name)
+		b.ReportMetric(median(named(base).times, v.times), "x-"+v.name)
 		if v.over != "" {
 			b.ReportMetric(100*(median(v.times, named(v.over).times)-1), "adds%-"+v.name)
 		}
-		b.ReportMetric(float64(v.allocs)/float64(len(v.times)*block), "allocs-"+v.name)
+		b.ReportMetric(float64(v.allocs)/float64(len(v.times)*v.size), "allocs-"+v.name)
 	}
 }
 
