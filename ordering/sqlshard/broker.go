@@ -107,8 +107,9 @@ func (b *Broker) Publisher() message.Publisher { return publisher{b} }
 func (b *Broker) Subscriber() message.Subscriber { return b.subscriber }
 
 // Close drains and closes the subscriber. It returns an error if messages were still
-// being handled after Config.DrainTimeout: they are delivered again. Further calls
-// return the same. Config.DB stays open.
+// being handled after Config.DrainTimeout: they are delivered again. It takes up to
+// 5 s longer when the database does not answer. Further calls return the same.
+// Config.DB stays open.
 func (b *Broker) Close() error { return b.closeOnce() }
 
 func (b *Broker) shutdown() error {
@@ -142,24 +143,10 @@ const createTries = 10
 
 // create makes topic exist and returns its number of shards.
 func (b *Broker) create(ctx context.Context, topic string) (int, error) {
-	count, err := b.known(topic)
-	if err != nil || count > 0 {
-		return count, err
-	}
 	for tries := 1; ; tries++ {
-		count := 0
-		query := b.cfg.Dialect.Rebind("SELECT COUNT(*) FROM sqlshard_shards WHERE topic = ?")
-		if err := b.cfg.DB.QueryRowContext(ctx, query, topic).Scan(&count); err != nil {
-			return 0, err
-		}
-		if b.cfg.Shards != 0 && count != 0 && count != b.cfg.Shards {
-			return 0, &ShardCountError{Topic: topic, Have: count, Want: b.cfg.Shards}
-		}
-		if count > 0 {
-			b.mu.Lock()
-			defer b.mu.Unlock()
-			b.shards[topic] = count
-			return count, nil
+		count, err := b.count(ctx, topic)
+		if err != nil || count > 0 {
+			return count, err
 		}
 		// All rows in one statement, which fails as a whole when another process was
 		// faster, whatever its number of shards, and on MySQL also as a deadlock of
@@ -168,6 +155,24 @@ func (b *Broker) create(ctx context.Context, topic string) (int, error) {
 			return 0, err
 		}
 	}
+}
+
+// count returns the number of shards of topic, 0 if it does not exist.
+func (b *Broker) count(ctx context.Context, topic string) (count int, err error) {
+	if count, err = b.known(topic); err != nil || count > 0 {
+		return count, err
+	}
+	query := b.cfg.Dialect.Rebind("SELECT COUNT(*) FROM sqlshard_shards WHERE topic = ?")
+	if err := b.cfg.DB.QueryRowContext(ctx, query, topic).Scan(&count); err != nil || count == 0 {
+		return 0, err
+	}
+	if b.cfg.Shards != 0 && count != b.cfg.Shards {
+		return 0, &ShardCountError{Topic: topic, Have: count, Want: b.cfg.Shards}
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.shards[topic] = count
+	return count, nil
 }
 
 func (b *Broker) insertShards(ctx context.Context, topic string) error {
@@ -223,10 +228,7 @@ const deleteBatch = 1000
 func (b *Broker) DeleteAcknowledged(ctx context.Context, topics ...string) (int64, error) {
 	var deleted int64
 	for _, topic := range topics {
-		shards, err := b.known(topic)
-		if err == nil && shards == 0 {
-			shards, err = b.create(ctx, topic)
-		}
+		shards, err := b.count(ctx, topic)
 		for shard := 0; err == nil && shard < shards; shard++ {
 			var n int64
 			n, err = b.deleteShard(ctx, topic, shard)

@@ -6,6 +6,7 @@ import (
 	"embed"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 	"unicode/utf8"
 
@@ -128,14 +129,7 @@ func checkDialect(d ordering.Dialect) error {
 }
 
 // storable reports whether text columns of both databases keep s as it is.
-func storable(s string) bool {
-	for _, r := range s {
-		if r == 0 {
-			return false
-		}
-	}
-	return utf8.ValidString(s)
-}
+func storable(s string) bool { return utf8.ValidString(s) && !strings.ContainsRune(s, 0) }
 
 //go:embed schema/*.sql
 var schemas embed.FS

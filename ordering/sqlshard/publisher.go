@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/ThreeDotsLabs/watermill/message"
 
@@ -89,8 +90,8 @@ func newRow(msg *message.Message) (row, error) {
 	}
 	metadata := message.Metadata{ordering.PublishedAtMetadata: time.Now().UTC().Format(time.RFC3339Nano)}
 	for field, value := range msg.Metadata {
-		if !storable(field) || !storable(value) { // JSON would replace what is not UTF-8
-			return refuse(fmt.Sprintf("metadata field %q has a NUL or is not UTF-8", field))
+		if !utf8.ValidString(field) || !utf8.ValidString(value) { // JSON would replace what is not
+			return refuse(fmt.Sprintf("metadata field %q is not UTF-8", field))
 		}
 		if !strings.HasPrefix(field, metadataPrefix) {
 			metadata[field] = value

@@ -22,32 +22,32 @@ func TestRoundTrip(t *testing.T) {
 	onEach(t, func(k *kit) {
 		broker := k.open(k.config("group"))
 		sent := newMessage("Käse", "\x00\xff")
-		sent.Metadata.Set("event_id", "e1'\"\\")
+		sent.Metadata.Set("event_id", "e1'\"\\\x00")
 		sent.Metadata.Set(sqlshard.OffsetMetadata, "7") // as a message that was read elsewhere
 		empty := newMessage("Käse", "")
 		empty.UUID, empty.Payload = "", nil
 		before := time.Now().Add(-time.Millisecond)
-		require.NoError(t, broker.Publisher().Publish(topic, sent, empty))
+		require.NoError(k, broker.Publisher().Publish(topic, sent, empty))
 
 		messages := k.subscribe(broker)
 		got := k.receive(messages)
 		got.Ack()
-		require.Equal(t, sent.UUID, got.UUID)
-		require.Equal(t, sent.Payload, got.Payload)
+		require.Equal(k, sent.UUID, got.UUID)
+		require.Equal(k, sent.Payload, got.Payload)
 		written, err := time.Parse(time.RFC3339Nano, got.Metadata.Get(ordering.PublishedAtMetadata))
-		require.NoError(t, err)
-		require.WithinRange(t, written, before, time.Now())
+		require.NoError(k, err)
+		require.WithinRange(k, written, before, time.Now())
 		delete(got.Metadata, ordering.PublishedAtMetadata)
-		require.Equal(t, message.Metadata{
-			"event_id":                    "e1'\"\\",
+		require.Equal(k, message.Metadata{
+			"event_id":                    "e1'\"\\\x00",
 			ordering.PartitionKeyMetadata: "Käse",
 			sqlshard.ShardMetadata:        strconv.Itoa(ordering.Shard("Käse", shards)),
 			sqlshard.OffsetMetadata:       "1",
 		}, got.Metadata)
 		got = k.receive(messages)
 		got.Ack()
-		require.Equal(t, "", got.UUID)
-		require.Empty(t, got.Payload)
+		require.Equal(k, "", got.UUID)
+		require.Empty(k, got.Payload)
 	})
 }
 
@@ -62,16 +62,16 @@ func TestLateCommitIsNotSkipped(t *testing.T) {
 
 		// The slow one has stored in the first shard and waits for the last.
 		lock, err := k.db.BeginTx(ctx, nil)
-		require.NoError(t, err)
+		require.NoError(k, err)
 		_, err = lock.ExecContext(ctx, "UPDATE sqlshard_shards SET last_offset = last_offset WHERE topic = '"+topic+"' AND shard = "+strconv.Itoa(shards-1))
-		require.NoError(t, err)
+		require.NoError(k, err)
 		published := make(chan error, 2)
 		go func() {
 			published <- slow.Publisher().Publish(topic, newMessage(keys[0], "1"), newMessage(keys[shards-1], "other"))
 		}()
 		k.eventually(func() bool {
 			tx, err := k.db.BeginTx(ctx, nil)
-			require.NoError(t, err)
+			require.NoError(k, err)
 			defer tx.Rollback()
 			var last int
 			err = tx.QueryRowContext(ctx, "SELECT last_offset FROM sqlshard_shards WHERE topic = '"+topic+"' AND shard = 0 FOR UPDATE NOWAIT").Scan(&last)
@@ -81,16 +81,16 @@ func TestLateCommitIsNotSkipped(t *testing.T) {
 		go func() { published <- fast.Publisher().Publish(topic, newMessage(keys[0], "2")) }()
 		select {
 		case msg := <-messages:
-			require.FailNow(t, "delivered before the one that was published earlier", "%s", msg.Payload)
+			require.FailNow(k, "delivered before the one that was published earlier", "%s", msg.Payload)
 		case err := <-published:
-			require.FailNow(t, "stored behind an offset that is not committed", "%v", err)
+			require.FailNow(k, "stored behind an offset that is not committed", "%v", err)
 		case <-time.After(300 * time.Millisecond):
 		}
-		require.NoError(t, lock.Rollback())
-		require.NoError(t, receive(t, published))
-		require.NoError(t, receive(t, published))
+		require.NoError(k, lock.Rollback())
+		require.NoError(k, receive(k.T, published))
+		require.NoError(k, receive(k.T, published))
 		got := k.take(messages, 3)
-		require.Less(t, slices.Index(got, "1"), slices.Index(got, "2"))
+		require.Less(k, slices.Index(got, "1"), slices.Index(got, "2"))
 	})
 }
 
@@ -132,16 +132,16 @@ func TestPublishIsOneTransaction(t *testing.T) {
 	t.Parallel()
 	onEach(t, func(k *kit) {
 		broker := k.open(k.config("group"))
-		require.NoError(t, broker.Publisher().Publish(topic, series("key", 1, 250)...))
-		require.Equal(t, 250, k.count("SELECT COUNT(*) FROM sqlshard_messages"))
+		require.NoError(k, broker.Publisher().Publish(topic, series("key", 1, 250)...))
+		require.Equal(k, 250, k.count("SELECT COUNT(*) FROM sqlshard_messages"))
 
 		// The row of one shard is gone, so a call that needs it fails in the middle.
 		keys := keys()
 		k.exec("DELETE FROM sqlshard_shards WHERE shard = ?", shards-1)
 		err := broker.Publisher().Publish(topic, newMessage(keys[0], "a"), newMessage(keys[shards-1], "b"))
-		require.ErrorContains(t, err, "shard 3 is missing")
-		require.NotErrorIs(t, err, sqlshard.ErrOutcomeUnknown)
-		require.Equal(t, 250, k.count("SELECT COUNT(*) FROM sqlshard_messages"))
+		require.ErrorContains(k, err, "shard 3 is missing")
+		require.NotErrorIs(k, err, sqlshard.ErrOutcomeUnknown)
+		require.Equal(k, 250, k.count("SELECT COUNT(*) FROM sqlshard_messages"))
 	})
 }
 
@@ -171,11 +171,11 @@ func TestPublishChecksAllBeforeSending(t *testing.T) {
 			"topic of words": {"two words", newMessage("key", ""), sqlshard.ErrInvalidTopic},
 			"long topic":     {strings.Repeat("t", 256), newMessage("key", ""), sqlshard.ErrInvalidTopic},
 		} {
-			require.ErrorIs(t, broker.Publisher().Publish(test.topic, ok, test.msg), test.want, name)
+			require.ErrorIs(k, broker.Publisher().Publish(test.topic, ok, test.msg), test.want, name)
 		}
-		require.ErrorIs(t, broker.Declare(t.Context(), "two words"), sqlshard.ErrInvalidTopic)
-		require.Zero(t, k.count("SELECT COUNT(*) FROM sqlshard_messages"))
-		require.NoError(t, broker.Publisher().Publish(topic))
+		require.ErrorIs(k, broker.Declare(k.Context(), "two words"), sqlshard.ErrInvalidTopic)
+		require.Zero(k, k.count("SELECT COUNT(*) FROM sqlshard_messages"))
+		require.NoError(k, broker.Publisher().Publish(topic))
 	})
 }
 
@@ -185,7 +185,7 @@ func TestShardCount(t *testing.T) {
 	t.Parallel()
 	onEach(t, func(k *kit) {
 		ctx := k.Context()
-		require.NoError(t, k.open(k.config("group")).Declare(ctx, topic))
+		require.NoError(k, k.open(k.config("group")).Declare(ctx, topic))
 		cfg := k.config("group")
 		cfg.Shards = shards + 1
 		other := k.open(cfg)
@@ -196,17 +196,17 @@ func TestShardCount(t *testing.T) {
 			subscribed,
 		} {
 			var count *sqlshard.ShardCountError
-			require.ErrorAs(t, err, &count)
-			require.ErrorIs(t, err, sqlshard.ErrShardCount)
-			require.Equal(t, sqlshard.ShardCountError{Topic: topic, Have: shards, Want: shards + 1}, *count)
+			require.ErrorAs(k, err, &count)
+			require.ErrorIs(k, err, sqlshard.ErrShardCount)
+			require.Equal(k, sqlshard.ShardCountError{Topic: topic, Have: shards, Want: shards + 1}, *count)
 		}
 		cfg = k.config("group")
 		cfg.Shards = 0
 		any := k.open(cfg)
-		require.NoError(t, any.Publisher().Publish(topic, newMessage("key", "")))
-		require.NoError(t, any.Declare(ctx, "new"))
-		require.Equal(t, sqlshard.DefaultShards, k.count("SELECT COUNT(*) FROM sqlshard_shards WHERE topic = ?", "new"))
-		require.Equal(t, shards, k.count("SELECT COUNT(*) FROM sqlshard_shards WHERE topic = ?", topic))
+		require.NoError(k, any.Publisher().Publish(topic, newMessage("key", "")))
+		require.NoError(k, any.Declare(ctx, "new"))
+		require.Equal(k, sqlshard.DefaultShards, k.count("SELECT COUNT(*) FROM sqlshard_shards WHERE topic = ?", "new"))
+		require.Equal(k, shards, k.count("SELECT COUNT(*) FROM sqlshard_shards WHERE topic = ?", topic))
 	})
 }
 
@@ -238,7 +238,7 @@ func TestConcurrentDeclare(t *testing.T) {
 			require.NoError(k, tx.Rollback())
 			var refused int
 			for range brokers {
-				if err := receive(t, errs); err != nil {
+				if err := receive(k.T, errs); err != nil {
 					require.ErrorIs(k, err, sqlshard.ErrShardCount)
 					refused++
 				}
@@ -257,18 +257,18 @@ func TestPublishIsBounded(t *testing.T) {
 	onEach(t, func(k *kit) {
 		cfg := k.config("group")
 		cfg.PublishTimeout = 200 * time.Millisecond
-		broker := k.open(cfg)
-		require.NoError(t, broker.Publisher().Publish(topic, newMessage("key", "1")))
+		impatient, broker := k.open(cfg), k.open(k.config("group"))
+		require.NoError(k, broker.Publisher().Publish(topic, newMessage("key", "1")))
 		tx, err := k.db.BeginTx(k.Context(), nil)
-		require.NoError(t, err)
+		require.NoError(k, err)
 		_, err = tx.ExecContext(k.Context(), "UPDATE sqlshard_shards SET last_offset = last_offset")
-		require.NoError(t, err)
-		err = broker.Publisher().Publish(topic, newMessage("key", "2"))
-		require.Error(t, err)
-		require.False(t, errors.Is(err, sqlshard.ErrOutcomeUnknown), err)
-		require.NoError(t, tx.Rollback())
-		require.NoError(t, broker.Publisher().Publish(topic, newMessage("key", "3")))
-		require.Equal(t, []string{"1", "3"}, k.take(k.subscribe(broker), 2))
+		require.NoError(k, err)
+		err = impatient.Publisher().Publish(topic, newMessage("key", "2"))
+		require.Error(k, err)
+		require.False(k, errors.Is(err, sqlshard.ErrOutcomeUnknown), err)
+		require.NoError(k, tx.Rollback())
+		require.NoError(k, broker.Publisher().Publish(topic, newMessage("key", "3")))
+		require.Equal(k, []string{"1", "3"}, k.take(k.subscribe(broker), 2))
 	})
 }
 
@@ -277,13 +277,13 @@ func TestClosedBroker(t *testing.T) {
 	onEach(t, func(k *kit) {
 		broker := k.open(k.config("group"))
 		messages := k.subscribe(broker)
-		require.NoError(t, broker.Close())
+		require.NoError(k, broker.Close())
 		_, open := <-messages
-		require.False(t, open)
-		require.ErrorIs(t, broker.Publisher().Publish(topic, newMessage("key", "")), sqlshard.ErrClosed)
-		require.ErrorIs(t, broker.Declare(t.Context(), topic), sqlshard.ErrClosed)
-		_, err := broker.Subscriber().Subscribe(t.Context(), topic)
-		require.Error(t, err)
+		require.False(k, open)
+		require.ErrorIs(k, broker.Publisher().Publish(topic, newMessage("key", "")), sqlshard.ErrClosed)
+		require.ErrorIs(k, broker.Declare(k.Context(), topic), sqlshard.ErrClosed)
+		_, err := broker.Subscriber().Subscribe(k.Context(), topic)
+		require.Error(k, err)
 	})
 }
 
@@ -292,14 +292,14 @@ func TestTablesThatAreMissing(t *testing.T) {
 	onEach(t, func(k *kit) {
 		k.exec("ALTER TABLE sqlshard_groups DROP COLUMN acked_offset")
 		k.exec("DROP TABLE sqlshard_messages")
-		_, err := sqlshard.Open(t.Context(), k.config("group"), nil)
-		require.ErrorIs(t, err, sqlshard.ErrSchema)
+		_, err := sqlshard.Open(k.Context(), k.config("group"), nil)
+		require.ErrorIs(k, err, sqlshard.ErrSchema)
 		for _, part := range []string{"sqlshard_messages", "sqlshard_groups, column acked_offset", "sqlshard.Migrate"} {
-			require.ErrorContains(t, err, part)
+			require.ErrorContains(k, err, part)
 		}
-		ctx, cancel := context.WithCancel(t.Context())
+		ctx, cancel := context.WithCancel(k.Context())
 		cancel()
 		_, err = sqlshard.Open(ctx, k.config("group"), nil)
-		require.ErrorIs(t, err, context.Canceled)
+		require.ErrorIs(k, err, context.Canceled)
 	})
 }
