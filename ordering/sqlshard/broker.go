@@ -65,7 +65,7 @@ func Open(ctx context.Context, cfg Config, logger watermill.LoggerAdapter) (*Bro
 		logger = watermill.NopLogger{}
 	}
 	b := &Broker{cfg: cfg, logger: logger, shards: map[string]int{}}
-	b.subscriber = drain.New(&subscriber{broker: b, topics: map[string]int{}}, cfg.DrainTimeout)
+	b.subscriber = drain.New(&subscriber{broker: b, topics: map[string]int{}}, cfg.DrainTimeout, ErrClosed)
 	b.closeOnce = sync.OnceValue(b.shutdown)
 	return b, nil
 }

@@ -117,6 +117,9 @@ func (c Config) validate() error {
 	return errors.Join(problems...)
 }
 
+// publisherName is how the Router knows the publisher of this group's Brokers.
+func (c Config) publisherName() string { return "sqlshard.publisher(" + c.Group + ")" }
+
 func checkDialect(d ordering.Dialect) error {
 	switch err := d.Validate(); {
 	case err != nil:

@@ -59,7 +59,7 @@ func (s *subscriber) subscribe(ctx context.Context, topic string, shards int) (<
 	b := s.broker
 	// An ack that comes while ctx ends must still reach the database, so the inner
 	// subscribers are closed when it does, and their own context ends last.
-	inner, cancel := context.WithCancel(outputs.WithStamp(context.WithoutCancel(ctx), b.Publisher(), func(topic string, msg *message.Message) error {
+	inner, cancel := context.WithCancel(outputs.WithStamp(context.WithoutCancel(ctx), b.cfg.publisherName(), func(topic string, msg *message.Message) error {
 		return ordering.StampKey(topic, msg, b.cfg.Key)
 	}))
 	var subscribers []*watermillsql.Subscriber

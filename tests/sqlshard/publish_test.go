@@ -283,7 +283,7 @@ func TestClosedBroker(t *testing.T) {
 		require.ErrorIs(k, broker.Publisher().Publish(topic, newMessage("key", "")), sqlshard.ErrClosed)
 		require.ErrorIs(k, broker.Declare(k.Context(), topic), sqlshard.ErrClosed)
 		_, err := broker.Subscriber().Subscribe(k.Context(), topic)
-		require.Error(k, err)
+		require.ErrorIs(k, err, sqlshard.ErrClosed)
 	})
 }
 
