@@ -2,17 +2,20 @@ package sqlshard_test
 
 import (
 	"context"
+	"database/sql"
 	"errors"
 	"slices"
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/stretchr/testify/require"
 
+	"github.com/seed-2f56a981/watermill-idempotent/internal/sqlhook"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering/sqlshard"
 )
@@ -142,6 +145,34 @@ func TestPublishIsOneTransaction(t *testing.T) {
 		require.ErrorContains(k, err, "shard 3 is missing")
 		require.NotErrorIs(k, err, sqlshard.ErrOutcomeUnknown)
 		require.Equal(k, 250, k.count("SELECT COUNT(*) FROM sqlshard_messages"))
+	})
+}
+
+// The answer to the commit is lost, before the database has it or after: Publish says
+// that it does not know.
+func TestLostCommitOfPublish(t *testing.T) {
+	t.Parallel()
+	onEach(t, func(k *kit) {
+		for step, stored := range map[sqlhook.Step]int{sqlhook.Commit: 0, sqlhook.CommitDone: 1} {
+			var armed atomic.Bool
+			cfg := k.config("group")
+			pool := cfg.DB
+			cfg.DB = sql.OpenDB(sqlhook.Wrap(sqlhook.Borrow(pool), func(_ context.Context, e sqlhook.Event) error {
+				if e.Step == step && armed.CompareAndSwap(true, false) {
+					return sqlhook.ErrCut
+				}
+				return nil
+			}))
+			k.Cleanup(func() { require.NoError(k, cfg.DB.Close()) })
+			broker, topic := k.open(cfg), "topic-"+strconv.Itoa(stored)
+			require.NoError(k, broker.Declare(k.Context(), topic))
+			armed.Store(true)
+			msg := newMessage("key", "")
+			require.ErrorIs(k, broker.Publisher().Publish(topic, msg), sqlshard.ErrOutcomeUnknown)
+			require.Equal(k, stored, k.count("SELECT COUNT(*) FROM sqlshard_messages WHERE topic = ?", topic))
+			require.NoError(k, broker.Publisher().Publish(topic, msg))
+			require.Equal(k, stored+1, k.count("SELECT COUNT(*) FROM sqlshard_messages WHERE topic = ?", topic))
+		}
 	})
 }
 
