@@ -28,9 +28,13 @@ test-long:
 test-fast:
 	go test -count=1 ./deduplicator/... ./internal/... ./middleware/... ./ordering/... ./examples/... ./examples/querylayers/...
 
-## bench: what the middlewares cost, as ratios against the same work by hand
+## bench: what the middlewares and brokers cost, as ratios against the same work by hand, the release of parked
+## messages, and the choice of a shard
 bench:
-	$(SERVICES) run postgres mariadb redis -- go test -run '^$$' -bench . -benchtime 100x ./tests/bench ./tests/ledger
+	$(SERVICES) run postgres mariadb redis -- go test -run '^$$' -bench 'Single|Outputs|Duplicates' -benchtime 100x ./tests/bench ./tests/ledger
+	$(SERVICES) run postgres mariadb amqp4 kafka -- go test -run '^$$' -bench 'Publish|EndToEnd' -benchtime 15x ./tests/bench
+	$(SERVICES) run postgres mariadb -- go test -run '^$$' -bench Release -benchtime 3x ./tests/sequence
+	go test -run '^$$' -bench Routing ./ordering
 
 ## services, services-stop: start the real servers and leave them running; stop them
 services:
