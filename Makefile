@@ -31,7 +31,7 @@ test-fast:
 ## bench: what the middlewares and brokers cost, as ratios against the same work by hand, the release of parked
 ## messages, and the choice of a shard
 bench:
-	$(SERVICES) run postgres mariadb redis -- go test -run '^$$' -bench 'Single|Outputs|Duplicates' -benchtime 100x ./tests/bench ./tests/ledger
+	$(SERVICES) run postgres mariadb redis -- go test -run '^$$' -bench 'Single|Outputs|Duplicates|Do' -benchtime 100x ./tests/bench ./tests/ledger
 	$(SERVICES) run postgres mariadb amqp4 kafka -- go test -run '^$$' -bench 'Publish|EndToEnd' -benchtime 15x ./tests/bench
 	$(SERVICES) run postgres mariadb -- go test -run '^$$' -bench Release -benchtime 3x ./tests/sequence
 	go test -run '^$$' -bench Routing ./ordering
