@@ -10,6 +10,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"os/signal"
 	"sync"
 	"syscall"
 	"testing"
@@ -139,7 +140,13 @@ func (p *Process) Continue() { _ = p.cmd.Process.Signal(syscall.SIGCONT) }
 
 // StopSelf stops the calling process by SIGSTOP. It returns when its parent has
 // called Continue.
-func StopSelf() { _ = syscall.Kill(os.Getpid(), syscall.SIGSTOP) }
+func StopSelf() {
+	continued := make(chan os.Signal, 1)
+	signal.Notify(continued, syscall.SIGCONT)
+	defer signal.Stop(continued)
+	_ = syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+	<-continued // another thread may take the signal, and this one go on for a moment
+}
 
 // Kill kills it by SIGKILL, stopped or not, and returns when it is gone and its
 // last line is read.
