@@ -42,10 +42,8 @@ type run struct {
 	starts  map[string]int
 
 	mu        sync.Mutex // guards what follows
-	log       []string
 	published map[string]int64
 	runs      map[string]*history.Run
-	order     []string          // of runs
 	holder    map[string]string // by entity, the slot that got its last message
 	seen      map[string]bool   // events that some worker has got
 	outcomes  map[middleware.Outcome]int
@@ -126,7 +124,6 @@ func (r *run) listen(slot, line string) {
 		run := &history.Run{Worker: strings.Split(word[1], "/")[0], Entity: word[2], Start: nanoseconds(word[4])}
 		run.Seq, _ = strconv.ParseInt(word[3], 10, 64)
 		r.runs[word[1]] = run
-		r.order = append(r.order, word[1])
 		r.holder[run.Entity] = slot
 		r.seen[event(run.Entity, run.Seq)] = true
 		close(r.progress)
@@ -204,15 +201,7 @@ func (r *run) publish(ctx context.Context, messages ...*message.Message) error {
 	}
 	r.mu.Unlock()
 	for {
-		began := time.Now()
 		err := r.producer.Publisher().Publish(r.Topic, messages...)
-		r.mu.Lock()
-		var ids []string
-		for _, m := range messages {
-			ids = append(ids, m.Metadata.Get(eventID))
-		}
-		r.log = append(r.log, fmt.Sprint(began.Format("05.000"), "-", time.Now().Format("05.000"), " ", err, ids))
-		r.mu.Unlock()
 		if err == nil {
 			return nil
 		}

@@ -49,9 +49,6 @@ func TestZombieB65(t *testing.T) {
 				"before its transaction": {
 					guard: rejectStale, driver: testdb.PGX, stop: received,
 				},
-				"before its transaction, strict": {
-					guard: strictSequence, driver: testdb.MySQL, stop: received,
-				},
 				"in its transaction, which the database ends": {
 					guard: rejectStale, driver: testdb.PGX, stop: written,
 				},
@@ -60,9 +57,6 @@ func TestZombieB65(t *testing.T) {
 				},
 				"after its commit B70": {
 					guard: rejectStale, driver: testdb.MySQL, stop: committed, zombie: true,
-				},
-				"after its commit, strict B70": {
-					guard: strictSequence, driver: testdb.PGX, stop: committed, zombie: true,
 				},
 			} {
 				t.Run(name, func(t *testing.T) {
