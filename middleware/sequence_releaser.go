@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
+	"sync"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -50,7 +52,21 @@ type Releaser struct {
 	store    deduplicator.Store
 	sequence *ordering.Sequence
 	config   ReleaserConfig
+
+	mu     sync.Mutex        // guards unsent
+	unsent map[string]unsent // by entity, which waits until it is published
 }
+
+// unsent is what a committed transaction released and the publisher refuses.
+type unsent struct {
+	claim   deduplicator.Claim
+	outputs []deduplicator.Output
+}
+
+const (
+	publishTries = 5   // in a row
+	maxUnsent    = 100 // entities
+)
 
 // NewReleaser returns a Releaser; store is the one of Deduplicate. It returns
 // [ErrInvalidOption].
@@ -61,7 +77,7 @@ func NewReleaser(store deduplicator.Store, sequence *ordering.Sequence, config R
 			errs = append(errs, errors.New("NewReleaser: "+text))
 		}
 	}
-	check(store != nil, "store is nil")
+	check(!isNil(store), "store is nil")
 	check(sequence != nil, "sequence is nil")
 	check(config.Consumer != "", "Consumer is empty")
 	check(config.Handler != nil, "Handler is nil")
@@ -76,7 +92,7 @@ func NewReleaser(store deduplicator.Store, sequence *ordering.Sequence, config R
 	if config.Interval == 0 {
 		config.Interval = DefaultReleaseInterval
 	}
-	return &Releaser{store, sequence, config}, nil
+	return &Releaser{store: store, sequence: sequence, config: config, unsent: make(map[string]unsent)}, nil
 }
 
 // Run makes a pass, see [Releaser.Release], and then one after each interval until
@@ -96,13 +112,14 @@ func (r *Releaser) Run(ctx context.Context) error {
 // of as many messages as [ordering.WithReleaseBatch] allows, what can be
 // processed. An entity whose transaction fails is left to the next pass.
 //
-// What the handler returned is published after the commit, tried again until ctx
-// ends. Outputs that are not published by then stay stored like those of a message
-// that is not delivered again. They may be published after those of a later event
-// that a consumer has processed meanwhile.
+// What the handler returned is published after the commit. Where the publisher
+// refuses it, its entity waits and each pass tries it again; 100 such entities stop
+// all others. Outputs that are not published when the process ends stay stored like
+// those of a message that is not delivered again. They may be published after those
+// of a later event that a consumer has processed meanwhile.
 func (r *Releaser) Release(ctx context.Context) error {
-	var errs []error
-	for after := ""; ; {
+	waiting, errs := r.publishUnsent(ctx)
+	for after := ""; len(waiting) < maxUnsent; {
 		entities, err := r.sequence.Due(ctx, r.config.Consumer, after)
 		if err != nil {
 			return errors.Join(append(errs, err)...)
@@ -111,15 +128,38 @@ func (r *Releaser) Release(ctx context.Context) error {
 			return errors.Join(errs...)
 		}
 		for _, entity := range entities {
+			if after = entity; waiting[entity] {
+				continue
+			}
 			if err := r.entity(ctx, entity); err != nil {
 				errs = append(errs, fmt.Errorf("release entity %q: %w", entity, err))
 			}
 			if ctx.Err() != nil {
 				return errors.Join(append(errs, ctx.Err())...)
 			}
-			after = entity
 		}
 	}
+	return errors.Join(errs...)
+}
+
+// publishUnsent tries once more what could not be published, and returns the
+// entities that go on waiting.
+func (r *Releaser) publishUnsent(ctx context.Context) (waiting map[string]bool, errs []error) {
+	r.mu.Lock()
+	unsent := maps.Clone(r.unsent)
+	r.mu.Unlock()
+	waiting = make(map[string]bool)
+	for entity, u := range unsent {
+		if err := r.publish(ctx, entity, u, 1); err != nil {
+			errs = append(errs, fmt.Errorf("release entity %q: %w", entity, err))
+		}
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for entity := range r.unsent {
+		waiting[entity] = true
+	}
+	return waiting, errs
 }
 
 // errNothingToRelease rolls back: another instance was faster.
@@ -139,7 +179,7 @@ func (r *Releaser) transaction(ctx context.Context, entity string) (progress boo
 	started := time.Now()
 	// The parked rows guarantee that each is processed once; the claim is there
 	// because the store keeps outputs under one.
-	claim := deduplicator.Claim{Consumer: r.config.Consumer, Key: "ordering release " + watermill.NewUUID()}
+	claim := deduplicator.Claim{Consumer: r.config.Consumer, Key: "ordering release " + watermill.NewUUID(), Time: started}
 	var notices []ordering.SequenceNotice
 	result, err := r.store.Process(ctx, claim, func(ctx context.Context) ([]deduplicator.Output, error) {
 		tx, ok := Tx(ctx)
@@ -173,21 +213,30 @@ func (r *Releaser) transaction(ctx context.Context, entity string) (progress boo
 		r.notify(ctx, event)
 	}
 	last := notices[len(notices)-1].Kind
-	return last != ordering.ReleaseFailed && last != ordering.Blocked, r.publish(ctx, claim, result.Outputs)
+	return last != ordering.ReleaseFailed && last != ordering.Blocked, r.publish(ctx, entity, unsent{claim, result.Outputs}, publishTries)
 }
 
-func (r *Releaser) publish(ctx context.Context, claim deduplicator.Claim, outputs []deduplicator.Output) error {
-	if len(outputs) == 0 {
+// publish publishes u and forgets it. What the publisher refuses is kept in r.unsent.
+func (r *Releaser) publish(ctx context.Context, entity string, u unsent, tries int) error {
+	if len(u.outputs) == 0 {
 		return nil
 	}
-	for wait := nackPause; ; wait = min(2*wait, DefaultMaxInterval) {
-		err := r.config.Publisher.Publish(r.config.Topic, fromOutputs(outputs)...)
+	for wait := nackPause; ; wait *= 2 {
+		err := r.config.Publisher.Publish(r.config.Topic, fromOutputs(u.outputs)...)
+		r.mu.Lock()
 		if err == nil {
-			return r.store.Forget(ctx, claim)
+			delete(r.unsent, entity)
+		} else {
+			r.unsent[entity] = u
 		}
-		r.notify(ctx, Event{Outcome: Retried, Attempt: 1, Err: fmt.Errorf("publish to %q: %w", r.config.Topic, err)})
-		if !sqldb.Pause(ctx, wait) {
-			return fmt.Errorf("publish to %q: %w", r.config.Topic, err)
+		r.mu.Unlock()
+		if err == nil {
+			return r.store.Forget(ctx, u.claim)
+		}
+		err = fmt.Errorf("publish to %q: %w", r.config.Topic, err)
+		r.notify(ctx, Event{Outcome: Retried, Attempt: 1, Err: err})
+		if tries--; tries == 0 || !sqldb.Pause(ctx, wait) {
+			return err
 		}
 	}
 }

@@ -1,9 +1,6 @@
 package sqldb
 
-import (
-	"errors"
-	"reflect"
-)
+import "reflect"
 
 // SQLite's result codes, without the extended part (https://sqlite.org/rescode.html).
 const (
@@ -22,51 +19,56 @@ const (
 // database undid or refused work because of other transactions, so that running
 // the whole transaction again may succeed. Only codes decide, never texts.
 func Transient(err error) bool {
-	state, number, code := codes(err)
-	switch state {
-	case "40001", "40P01", "55P03": // serialization_failure, deadlock_detected, lock_not_available
-		return true
-	}
-	switch number {
-	case mysqlLockWaitTimeout, mysqlDeadlock, mariadbSnapshot:
-		return true
-	}
-	return code == sqliteBusy || code == sqliteLocked
+	return walk(err, func(e error) bool {
+		state, number, code := codes(e)
+		switch state {
+		case "40001", "40P01", "55P03": // serialization_failure, deadlock_detected, lock_not_available
+			return true
+		}
+		switch number {
+		case mysqlLockWaitTimeout, mysqlDeadlock, mariadbSnapshot:
+			return true
+		}
+		return code == sqliteBusy || code == sqliteLocked
+	})
 }
 
 // LockTimeout reports whether err says that a row was locked by somebody else
 // for longer than the statement wanted to wait.
 func LockTimeout(err error) bool {
-	state, number, code := codes(err)
-	return state == "55P03" || number == mysqlLockWaitTimeout || code == sqliteBusy || code == sqliteLocked
+	return walk(err, func(e error) bool {
+		state, number, code := codes(e)
+		return state == "55P03" || number == mysqlLockWaitTimeout || code == sqliteBusy || code == sqliteLocked
+	})
 }
 
-// codes finds the SQLSTATE of a PostgreSQL driver, the error number of
-// go-sql-driver/mysql, or the primary result code of a SQLite driver in err's
-// chain. MySQLError offers no method, so its field is read by reflection.
-func codes(err error) (state string, number uint16, code int) {
-	if err == nil {
+// codes returns the SQLSTATE of a PostgreSQL driver's error, the error number of
+// go-sql-driver/mysql's, or the primary result code of a SQLite driver's, but not
+// those of what e wraps: an application's own errors around them may have methods
+// of the same names. Where a driver offers no method, its field is read by
+// reflection.
+func codes(e error) (state string, number uint16, code int) {
+	switch e := e.(type) { //nolint:errorlint // walk does it
+	case interface{ SQLState() string }:
+		return e.SQLState(), 0, 0
+	case interface{ Code() int }:
+		return "", 0, e.Code() & 0xff
+	}
+	v := reflect.Indirect(reflect.ValueOf(e))
+	if v.Kind() != reflect.Struct {
 		return "", 0, 0
 	}
-	var withState interface{ SQLState() string }
-	if errors.As(err, &withState) {
-		return withState.SQLState(), 0, 0
-	}
-	var withCode interface{ Code() int }
-	if errors.As(err, &withCode) {
-		return "", 0, withCode.Code() & 0xff
-	}
-	walk(err, func(e error) bool {
-		v := reflect.Indirect(reflect.ValueOf(e))
-		if v.Kind() != reflect.Struct || v.Type().Name() != "MySQLError" {
-			return false
-		}
+	switch {
+	case v.Type().Name() == "MySQLError":
 		if f := v.FieldByName("Number"); f.IsValid() && f.CanUint() {
 			number = uint16(f.Uint())
 		}
-		return true
-	})
-	return "", number, 0
+	case v.Type().String() == "sqlite3.Error": // mattn/go-sqlite3
+		if f := v.FieldByName("Code"); f.IsValid() && f.CanInt() {
+			code = int(f.Int()) & 0xff
+		}
+	}
+	return "", number, code
 }
 
 // walk calls visit for err and what it wraps until visit returns true.

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
+	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb/testdata/sqlite3"
 )
 
 type stateError string
@@ -22,6 +23,13 @@ type codeError int
 
 func (codeError) Error() string { return "occupé" }
 func (c codeError) Code() int   { return int(c) }
+
+// appError is an application's own error, with methods that drivers' have too.
+type appError struct{ error }
+
+func (e appError) Unwrap() error  { return e.error }
+func (appError) Code() int        { return 404 }
+func (appError) SQLState() string { return "" }
 
 // B28: a conflict is recognised by its code through wraps and joins, whatever
 // language the server speaks.
@@ -44,8 +52,10 @@ func TestTransientB28(t *testing.T) {
 		{codeError(517), true, true}, // SQLITE_BUSY_SNAPSHOT
 		{codeError(262), true, true}, // SQLITE_LOCKED_SHAREDCACHE
 		{codeError(19), false, false},
+		{sqlite3.Error{Code: 5}, true, true},
+		{sqlite3.Error{Code: 19}, false, false},
 	} {
-		for _, err := range []error{tt.err, wrap(tt.err), join(tt.err)} {
+		for _, err := range []error{tt.err, wrap(tt.err), join(tt.err), appError{tt.err}, wrap(appError{join(tt.err)})} {
 			if got := sqldb.Transient(err); got != tt.transient {
 				t.Errorf("Transient(%#v) = %v", err, got)
 			}
