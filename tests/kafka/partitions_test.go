@@ -21,11 +21,11 @@ import (
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
 
-// Partitions are added while a producer publishes. A group that starts after ten
-// messages and runs meanwhile gets everything, the first messages of the new
-// partitions too (B67). Keys move, so an entity's events may overtake each other
-// (B78): RejectStale keeps the newest state. RecordPartitioning and Config.Shards
-// refuse the new count at the next start.
+// Partitions are added while a producer publishes that does not mind, having no
+// Config.Shards. A group that starts after ten messages and runs meanwhile gets
+// everything, the first messages of the new partitions too (B67). Keys move, so an
+// entity's events may overtake each other (B78): RejectStale keeps the newest state.
+// RecordPartitioning and Config.Shards refuse the new count at the next start.
 func TestPartitionsAreAddedB67B78(t *testing.T) {
 	t.Parallel()
 	brokers := strings.Split(services.Value(t, services.Kafka), ",")
@@ -46,8 +46,11 @@ func TestPartitionsAreAddedB67B78(t *testing.T) {
 	_, err = db.ExecContext(ctx, "CREATE TABLE effects (id bigserial PRIMARY KEY, entity text NOT NULL, version bigint NOT NULL)")
 	require.NoError(t, err)
 
-	publishing := open(t, cfg)
-	require.NoError(t, publishing.Declare(ctx, topic))
+	consuming := open(t, cfg)
+	require.NoError(t, consuming.Declare(ctx, topic))
+	foreign := cfg
+	foreign.Shards = 0
+	publishing := open(t, foreign)
 	require.NoError(t, ordering.RecordPartitioning(ctx, db, testdb.PGX.Dialect, topic, ordering.Murmur2Partitioner, before))
 	version := 0
 	publish := func() {
@@ -63,7 +66,6 @@ func TestPartitionsAreAddedB67B78(t *testing.T) {
 		publish()
 	}
 
-	consuming := open(t, cfg)
 	store, err := deduplicator.NewSQLStore(ctx, db, testdb.PGX.Dialect)
 	require.NoError(t, err)
 	versions, err := ordering.NewVersions(ctx, db, testdb.PGX.Dialect)
