@@ -173,10 +173,9 @@ func (c *chaos) explain() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, entity := range slices.Sorted(maps.Keys(states)) {
-		for seq := states[entity] + 1; seq <= int64(c.last()); seq++ {
-			c.t.Logf("%s is at %d; event %d was seen by a worker: %t, its key recorded: %t", entity, states[entity], seq,
-				c.seen[event(entity, seq)], processed[event(entity, seq)])
-			break
+		if next := states[entity] + 1; next <= int64(c.last()) {
+			c.t.Logf("%s is at %d; the next event was seen by a worker: %t, its key recorded: %t", entity, states[entity],
+				c.seen[event(entity, next)], processed[event(entity, next)])
 		}
 	}
 }

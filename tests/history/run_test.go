@@ -166,11 +166,13 @@ func (r *run) await(what string, condition func() bool) {
 // awaitRows waits until a query returns want.
 func (r *run) awaitRows(what string, want int, query string, args ...any) {
 	r.t.Helper()
+	ticker := time.NewTicker(20 * time.Millisecond)
+	defer ticker.Stop()
 	n := 0
-	require.Eventually(r.t, func() bool {
+	for deadline := time.Now().Add(patience); n < want; <-ticker.C {
 		require.NoError(r.t, r.db.QueryRowContext(r.t.Context(), r.Dialect.Rebind(query), args...).Scan(&n))
-		return n >= want
-	}, patience, 20*time.Millisecond, "%s: want %d", what, want)
+		require.False(r.t, n < want && time.Now().After(deadline), "not there: %s: %d of %d", what, n, want)
+	}
 }
 
 // add makes entities.
