@@ -135,15 +135,25 @@ func (s *SQLStore) retry(ctx context.Context, once func() error) error {
 // errAgain marks a begin or claim that found SQLite's write lock taken.
 var errAgain = errors.New("database is busy")
 
+// errAborted stands for a panic or Goexit of the work.
+var errAborted = errors.New("the work was aborted")
+
 // attempt is one transaction: begin, claim, work, outputs, commit.
 func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result, error) {
 	tx, err := s.db.BeginTx(ctx, s.txOptions)
 	if err != nil {
 		return Result{}, s.claimError(ctx, err)
 	}
-	ended := false
+	ended, working := false, false
 	defer func() {
-		if !ended { // an error, a panic or a Goexit
+		switch {
+		case working: // it panics, or ended its goroutine
+			if err := s.undo(ctx, tx, claim, errAborted); errors.Is(err, ErrClaimKept) {
+				if value := recover(); value != nil {
+					panic(fmt.Errorf("%w: panic: %v", err, value))
+				}
+			}
+		case !ended:
 			_ = tx.Rollback()
 		}
 	}()
@@ -160,7 +170,9 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 		}
 		return result, err
 	}
+	working = true
 	outputs, err := work(sqldb.ContextWithTx(ctx, tx))
+	working = false
 	if err != nil {
 		ended = true
 		return Result{}, s.undo(ctx, tx, claim, err)

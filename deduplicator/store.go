@@ -85,7 +85,8 @@ type Store interface {
 	// called; [ErrNotCommitted], the commit was refused; [ErrTxEnded] and
 	// [ErrClaimKept], work ended the transaction itself.
 	//
-	// A panic or Goexit of work rolls back and goes on. The context governs the
+	// A panic or Goexit of work rolls back and goes on; a panic after work has
+	// committed the transaction itself goes on with an [ErrClaimKept]. The context governs the
 	// whole transaction: when it ends before the commit, everything rolls back.
 	Process(ctx context.Context, claim Claim, work Work) (Result, error)
 

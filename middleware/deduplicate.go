@@ -120,6 +120,7 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 		claim.Redelivered = state.unknown || msg.Metadata.Get(metadata.Redelivered) == "true"
 		state.claim = claim
 		uuid, payload, fields := msg.UUID, msg.Payload, maps.Clone(msg.Metadata)
+		defer func() { msg.UUID, msg.Payload, msg.Metadata = uuid, payload, fields }()
 		attempts := 0
 		result, err := d.store.Process(ctx, claim, func(txCtx context.Context) ([]deduplicator.Output, error) {
 			state.outcome = Processed
@@ -143,7 +144,6 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 			}
 			return toOutputs(message.PublishTopicFromCtx(ctx), produced)
 		})
-		msg.UUID, msg.Payload, msg.Metadata = uuid, payload, fields
 		produced := state.produced
 		state.produced = nil
 		switch {

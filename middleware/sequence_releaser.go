@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"time"
 
@@ -54,18 +55,20 @@ type Releaser struct {
 	config   ReleaserConfig
 
 	mu     sync.Mutex        // guards unsent
-	unsent map[string]unsent // by entity, which waits until it is published
+	unsent map[string]unsent // by the claim's key
 }
 
-// unsent is what a committed transaction released and the publisher refuses.
+// unsent is what a committed transaction released and the publisher refuses. Its
+// entity waits until it is published.
 type unsent struct {
+	entity  string
 	claim   deduplicator.Claim
 	outputs []deduplicator.Output
 }
 
 const (
 	publishTries = 5   // in a row
-	maxUnsent    = 100 // entities
+	maxUnsent    = 100 // transactions
 )
 
 // NewReleaser returns a Releaser; store is the one of Deduplicate. It returns
@@ -118,8 +121,8 @@ func (r *Releaser) Run(ctx context.Context) error {
 // those of a message that is not delivered again. They may be published after those
 // of a later event that a consumer has processed meanwhile.
 func (r *Releaser) Release(ctx context.Context) error {
-	waiting, errs := r.publishUnsent(ctx)
-	for after := ""; len(waiting) < maxUnsent; {
+	errs := r.publishUnsent(ctx)
+	for after := ""; ; {
 		entities, err := r.sequence.Due(ctx, r.config.Consumer, after)
 		if err != nil {
 			return errors.Join(append(errs, err)...)
@@ -128,7 +131,12 @@ func (r *Releaser) Release(ctx context.Context) error {
 			return errors.Join(errs...)
 		}
 		for _, entity := range entities {
-			if after = entity; waiting[entity] {
+			after = entity
+			waits, full := r.waits(entity)
+			if full {
+				return errors.Join(errs...)
+			}
+			if waits {
 				continue
 			}
 			if err := r.entity(ctx, entity); err != nil {
@@ -139,27 +147,30 @@ func (r *Releaser) Release(ctx context.Context) error {
 			}
 		}
 	}
-	return errors.Join(errs...)
 }
 
-// publishUnsent tries once more what could not be published, and returns the
-// entities that go on waiting.
-func (r *Releaser) publishUnsent(ctx context.Context) (waiting map[string]bool, errs []error) {
+// publishUnsent tries once more what could not be published.
+func (r *Releaser) publishUnsent(ctx context.Context) (errs []error) {
 	r.mu.Lock()
-	unsent := maps.Clone(r.unsent)
+	again := slices.Collect(maps.Values(r.unsent))
 	r.mu.Unlock()
-	waiting = make(map[string]bool)
-	for entity, u := range unsent {
-		if err := r.publish(ctx, entity, u, 1); err != nil {
-			errs = append(errs, fmt.Errorf("release entity %q: %w", entity, err))
+	for _, u := range again {
+		if err := r.publish(ctx, u, 1); err != nil {
+			errs = append(errs, fmt.Errorf("release entity %q: %w", u.entity, err))
 		}
 	}
+	return errs
+}
+
+// waits reports whether something of entity is not published yet, and whether so
+// much is that nothing more can be released.
+func (r *Releaser) waits(entity string) (waits, full bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for entity := range r.unsent {
-		waiting[entity] = true
+	for _, u := range r.unsent {
+		waits = waits || u.entity == entity
 	}
-	return waiting, errs
+	return waits, len(r.unsent) >= maxUnsent
 }
 
 // errNothingToRelease rolls back: another instance was faster.
@@ -213,11 +224,11 @@ func (r *Releaser) transaction(ctx context.Context, entity string) (progress boo
 		r.notify(ctx, event)
 	}
 	last := notices[len(notices)-1].Kind
-	return last != ordering.ReleaseFailed && last != ordering.Blocked, r.publish(ctx, entity, unsent{claim, result.Outputs}, publishTries)
+	return last != ordering.ReleaseFailed && last != ordering.Blocked, r.publish(ctx, unsent{entity, claim, result.Outputs}, publishTries)
 }
 
 // publish publishes u and forgets it. What the publisher refuses is kept in r.unsent.
-func (r *Releaser) publish(ctx context.Context, entity string, u unsent, tries int) error {
+func (r *Releaser) publish(ctx context.Context, u unsent, tries int) error {
 	if len(u.outputs) == 0 {
 		return nil
 	}
@@ -225,9 +236,9 @@ func (r *Releaser) publish(ctx context.Context, entity string, u unsent, tries i
 		err := r.config.Publisher.Publish(r.config.Topic, fromOutputs(u.outputs)...)
 		r.mu.Lock()
 		if err == nil {
-			delete(r.unsent, entity)
+			delete(r.unsent, u.claim.Key)
 		} else {
-			r.unsent[entity] = u
+			r.unsent[u.claim.Key] = u
 		}
 		r.mu.Unlock()
 		if err == nil {

@@ -74,6 +74,31 @@ func TestConflictAfterTheHandlersCommit(t *testing.T) {
 	})
 }
 
+// And with one that panics.
+func TestPanicAfterTheHandlersCommit(t *testing.T) {
+	t.Parallel()
+	each(t, testdb.Servers, func(t *testing.T, d testdb.Driver) {
+		db := testdb.Open(t, d)
+		migrate(t, db, d)
+		store := newStore(t, db, d)
+		recovered := func(key string, commit bool) (value any) {
+			defer func() { value = recover() }()
+			_, _ = store.Process(t.Context(), claimOf(key), func(ctx context.Context) ([]deduplicator.Output, error) {
+				if tx, _ := middleware.Tx(ctx); commit {
+					require.NoError(t, tx.Commit())
+				}
+				panic("planned")
+			})
+			return nil
+		}
+		require.Equal(t, "planned", recovered("rolled back", false))
+		err, _ := recovered("committed", true).(error)
+		require.ErrorIs(t, err, deduplicator.ErrClaimKept)
+		require.ErrorContains(t, err, "planned")
+		require.Zero(t, db.Stats().InUse)
+	})
+}
+
 // A deadlock undoes the transaction on the server, and the driver does not know. A
 // handler that goes on, fails and hides the error is told so.
 func TestIgnoredDeadlock(t *testing.T) {
