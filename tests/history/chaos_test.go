@@ -77,7 +77,7 @@ func (c chaosRun) do(t *testing.T, server *services.Instance) {
 	}
 	unguarded := c.guard == nothing || c.guard == deduplicateOnly
 	ch := &chaos{run: newRun(t, c.driver, s), server: server, proxy: proxy}
-	ch.entities, ch.events = int(number(t, "HISTORY_ENTITIES", 50)), int(number(t, "HISTORY_EVENTS", 1000))
+	ch.entities, ch.events = int(number(t, "HISTORY_ENTITIES", 30)), int(number(t, "HISTORY_EVENTS", 600))
 	rounds := int(number(t, "HISTORY_ROUNDS", 1))
 	if unguarded { // what the traffic alone does to it is enough
 		ch.entities, ch.events, rounds = 20, 200, 0

@@ -7,8 +7,8 @@
 //
 // The environment sets how long this takes:
 //
-//	HISTORY_EVENTS    events per run, 1,000 if unset
-//	HISTORY_ENTITIES  entities per run, 50 if unset
+//	HISTORY_EVENTS    events per run, 600 if unset
+//	HISTORY_ENTITIES  entities per run, 30 if unset
 //	HISTORY_ROUNDS    how often each fault strikes in a run, 1 if unset
 //	HISTORY_SEED      of traffic and faults, chosen and printed if unset
 package history_test
