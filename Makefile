@@ -15,12 +15,17 @@ test:
 	$(SERVICES) run postgres mariadb amqp amqp4 kafka redis -- go test -race -count=1 -timeout 15m $(PACKAGES)
 
 ## test-long: RabbitMQ killed under load, and more of what is random: kills (CRASH_CUTS per database, CRASH_SEED),
+## consumers and brokers broken (HISTORY_EVENTS, HISTORY_ENTITIES, HISTORY_ROUNDS per run, HISTORY_SEED),
 ## runs against the model (PROPERTY_CHECKS times as many), keys (FUZZ_TIME)
 test-long: export CRASH_CUTS ?= 200
 test-long: export PROPERTY_CHECKS ?= 20
+test-long: export HISTORY_EVENTS ?= 100000
+test-long: export HISTORY_ENTITIES ?= 1000
+test-long: export HISTORY_ROUNDS ?= 10
 test-long: FUZZ_TIME ?= 2m
 test-long:
 	$(SERVICES) run -- go test -race -count=1 -timeout 90m -v ./tests/crash ./tests/property
+	$(SERVICES) run postgres mariadb -- go test -count=1 -timeout 180m -v -run TestChaos ./tests/history
 	BROKER_KILL=1 $(SERVICES) run amqp amqp4 -- go test -race -count=1 -timeout 30m -v -run TestBrokerFaults ./tests/amqp
 	$(SERVICES) run postgres mariadb -- go test -run '^$$' -fuzz FuzzKeys -fuzztime $(FUZZ_TIME) -fuzzminimizetime 10x ./tests/property
 
