@@ -12,7 +12,7 @@ MODULES  = . examples examples/querylayers tests
 
 ## test: all tests, with the race detector, on the real servers
 test:
-	$(SERVICES) run postgres mariadb amqp amqp4 kafka -- go test -race -count=1 -timeout 15m $(PACKAGES)
+	$(SERVICES) run postgres mariadb amqp amqp4 kafka redis -- go test -race -count=1 -timeout 15m $(PACKAGES)
 
 ## test-long: RabbitMQ killed under load, and more of what is random: kills (CRASH_CUTS per database, CRASH_SEED),
 ## runs against the model (PROPERTY_CHECKS times as many), keys (FUZZ_TIME)
@@ -33,6 +33,7 @@ test-fast:
 bench:
 	$(SERVICES) run postgres mariadb -- go test -run '^$$' -bench 'Single|Outputs|Duplicates' -benchtime 100x ./tests/bench
 	$(SERVICES) run postgres mariadb amqp4 kafka -- go test -run '^$$' -bench 'Publish|EndToEnd' -benchtime 15x ./tests/bench
+	$(SERVICES) run postgres mariadb redis -- go test -run '^$$' -bench . -benchtime 100x ./tests/ledger
 	$(SERVICES) run postgres mariadb -- go test -run '^$$' -bench Release -benchtime 3x ./tests/sequence
 	go test -run '^$$' -bench Routing ./ordering
 
