@@ -15,12 +15,17 @@ test:
 	$(SERVICES) run postgres mariadb amqp amqp4 kafka redis -- go test -race -count=1 -timeout 15m $(PACKAGES)
 
 ## test-long: RabbitMQ killed under load, and more of what is random: kills (CRASH_CUTS per database, CRASH_SEED),
+## consumers and brokers broken (HISTORY_EVENTS, HISTORY_ENTITIES, HISTORY_ROUNDS per run, HISTORY_SEED),
 ## runs against the model (PROPERTY_CHECKS times as many), keys (FUZZ_TIME)
 test-long: export CRASH_CUTS ?= 200
 test-long: export PROPERTY_CHECKS ?= 20
+test-long: export HISTORY_EVENTS ?= 100000
+test-long: export HISTORY_ENTITIES ?= 1000
+test-long: export HISTORY_ROUNDS ?= 10
 test-long: FUZZ_TIME ?= 2m
 test-long:
 	$(SERVICES) run -- go test -race -count=1 -timeout 90m -v ./tests/crash ./tests/property
+	$(SERVICES) run postgres mariadb -- go test -count=1 -timeout 180m -v -run TestChaos ./tests/history
 	BROKER_KILL=1 $(SERVICES) run amqp amqp4 -- go test -race -count=1 -timeout 30m -v -run TestBrokerFaults ./tests/amqp
 	$(SERVICES) run postgres mariadb -- go test -run '^$$' -fuzz FuzzKeys -fuzztime $(FUZZ_TIME) -fuzzminimizetime 10x ./tests/property
 
@@ -28,9 +33,13 @@ test-long:
 test-fast:
 	go test -count=1 ./deduplicator/... ./internal/... ./middleware/... ./ordering/... ./examples/... ./examples/querylayers/...
 
-## bench: what the middlewares cost, as ratios against the same work by hand
+## bench: what the middlewares and brokers cost, as ratios against the same work by hand, the release of parked
+## messages, and the choice of a shard
 bench:
-	$(SERVICES) run postgres mariadb redis -- go test -run '^$$' -bench . -benchtime 100x ./tests/bench ./tests/ledger
+	$(SERVICES) run postgres mariadb redis -- go test -run '^$$' -bench 'Single|Outputs|Duplicates|Do' -benchtime 100x ./tests/bench ./tests/ledger
+	$(SERVICES) run postgres mariadb amqp4 kafka -- go test -run '^$$' -bench 'Publish|EndToEnd' -benchtime 15x ./tests/bench
+	$(SERVICES) run postgres mariadb -- go test -run '^$$' -bench Release -benchtime 3x ./tests/sequence
+	go test -run '^$$' -bench Routing ./ordering
 
 ## services, services-stop: start the real servers and leave them running; stop them
 services:

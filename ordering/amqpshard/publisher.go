@@ -202,11 +202,18 @@ type link struct {
 }
 
 // pending is a message that was sent and is not confirmed yet.
+//
+// Confirmations come in the order of publishes, after returns, but their Ack can't
+// be trusted: where a refusal (nack) comes before the answers to earlier messages,
+// the client library forgets it when these are acknowledged together (multiple).
+// The verdict is right, and set when the confirmation comes.
 type pending struct {
 	*batch
 	index    int
 	key      string
 	returned bool
+	answered bool // the confirmation has come
+	verdict  *amqp.DeferredConfirmation
 }
 
 func newLink(conn *connection) (*link, error) {
@@ -249,15 +256,18 @@ func (l *link) send(ctx context.Context, results *batch, publishings []amqp.Publ
 		return err
 	}
 	for i, publishing := range publishings {
-		if err := l.register(results, i); err != nil {
+		tag, err := l.register(results, i)
+		if err != nil {
 			return err
 		}
 		// The routing key is for the groups that route by Slots.
 		slot := ordering.Shard(results.messages[i].Metadata.Get(ordering.PartitionKeyMetadata), SlotCount)
-		if err := l.ch.Publish(results.topic, strconv.Itoa(slot), true, false, publishing); err != nil {
+		verdict, err := l.ch.PublishWithDeferredConfirm(results.topic, strconv.Itoa(slot), true, false, publishing)
+		if err != nil {
 			l.abort(err)
 			return l.failure()
 		}
+		l.settle(tag, func(p *pending) { p.verdict = verdict })
 	}
 	return nil
 }
@@ -278,11 +288,12 @@ func (l *link) declare(topic string) error {
 	return nil
 }
 
-func (l *link) register(results *batch, index int) error {
+// register returns the delivery tag that the message will have.
+func (l *link) register(results *batch, index int) (uint64, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.err != nil {
-		return l.err
+		return 0, l.err
 	}
 	l.sent++
 	results.fates[index] = unconfirmed
@@ -291,7 +302,7 @@ func (l *link) register(results *batch, index int) error {
 		batch: results, index: index,
 		key: results.messages[index].Metadata.Get(ordering.PartitionKeyMetadata),
 	}
-	return nil
+	return l.sent, nil
 }
 
 // collect settles what was sent until the channel is closed.
@@ -312,7 +323,7 @@ func (l *link) collect(returns <-chan amqp.Return, confirms <-chan amqp.Confirma
 				l.fail(<-closed)
 				return
 			}
-			l.settle(confirm)
+			l.settle(confirm.DeliveryTag, func(p *pending) { p.answered = true })
 		case state, ok := <-blocked:
 			if !ok {
 				blocked = nil
@@ -342,18 +353,23 @@ func (l *link) settleReturn(returned amqp.Return) {
 	l.abortLocked(errors.New("the broker returned a message that was not sent"))
 }
 
-func (l *link) settle(confirm amqp.Confirmation) {
+// settle notes what has become known of a message, and ends the wait for it when
+// that is all.
+func (l *link) settle(tag uint64, note func(*pending)) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	p, ok := l.pending[confirm.DeliveryTag]
+	p, ok := l.pending[tag]
 	if !ok {
 		return
 	}
-	delete(l.pending, confirm.DeliveryTag)
+	if note(p); !p.answered || p.verdict == nil {
+		return
+	}
+	delete(l.pending, tag)
 	switch {
 	case p.returned:
 		p.fates[p.index] = unroutable
-	case confirm.Ack:
+	case p.verdict.Acked():
 		p.fates[p.index] = confirmed
 	default:
 		p.fates[p.index] = nacked

@@ -36,9 +36,9 @@ func TestBrokerFaults(t *testing.T) {
 				test func(*testing.T, *victim)
 			}{
 				{"restart moves no key", testRestartMovesNoKey},
-				{"memory alarm", testMemoryAlarm},
+				{"memory alarm B63", testMemoryAlarm},
 				{"restarted under load", testRestartsUnderLoad},
-				{"consumer timeout", testConsumerTimeout}, // last: it stays short
+				{"consumer timeout B64", testConsumerTimeout}, // last: it stays short
 			} {
 				t.Run(fault.name, func(t *testing.T) { fault.test(t, b) }) // they share the server
 			}

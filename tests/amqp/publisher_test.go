@@ -78,6 +78,42 @@ func TestUnroutable(t *testing.T) {
 	})
 }
 
+// B60: the broker refuses the messages of a shard without a queue before it has
+// stored the others, whose acknowledgement then includes the refused ones' numbers.
+// Publish names exactly those.
+func TestRefusedAmongOthersB60(t *testing.T) {
+	onAll(t, func(t *testing.T, on server) {
+		f := setup(t, on)
+		broker := f.open("group")
+		require.NoError(t, broker.Declare(t.Context(), f.topic))
+		f.with(func(ch *amqp.Channel) {
+			_, err := ch.QueueDelete(f.queues("group", 2)[1], false, false, false)
+			require.NoError(t, err)
+		})
+		const keys = 40
+		without := map[string]bool{} // keys of the shard without a queue
+		for i := range keys {
+			key := strconv.Itoa(i)
+			without[key] = broker.Publisher().Publish(f.topic, newMessage(key, "")) != nil
+		}
+		for range 20 {
+			var refused []string
+			messages := make([]*message.Message, keys)
+			for i := range messages {
+				key := strconv.Itoa(i)
+				messages[i] = newMessage(key, "")
+				if without[key] {
+					refused = append(refused, messages[i].UUID)
+				}
+			}
+			var failed *amqpshard.PublishError
+			require.ErrorAs(t, broker.Publisher().Publish(f.topic, messages...), &failed)
+			require.Equal(t, refused, failed.Unconfirmed)
+			require.Less(t, len(refused), keys)
+		}
+	})
+}
+
 // B75, and messages that would close the connection: nothing of the batch is sent.
 func TestPublishChecksAllBeforeSending(t *testing.T) {
 	onEach(t, func(t *testing.T, on server) {

@@ -53,7 +53,7 @@ func killAtEachStep(t *testing.T, tr *trial) {
 		s.Stop, s.StopIn = at.step, delivery{stock, event}
 		c := spawn(t, s)
 		c.awaitStop(at.step)
-		c.kill()
+		c.Kill()
 
 		of := " WHERE consumer_name = 'stock' AND message_key = '" + event + "'"
 		// The server notices the lost connection in its own time.
@@ -76,7 +76,7 @@ func killAtEachStep(t *testing.T, tr *trial) {
 		t.Logf("killed at %q: %s", at.step, state)
 	}
 	c := spawn(t, tr.settings)
-	defer c.kill()
+	defer c.Kill()
 	tr.requireExactlyOnce()
 }
 
@@ -106,13 +106,13 @@ func killAtRandom(t *testing.T, driver testdb.Driver, broker brokerKind) {
 		c := spawn(t, tr.settings)
 		var moment time.Duration
 		if rng.IntN(8) > 0 { // else anywhere, perhaps while it starts
-			c.await("message", func(line string) bool { return line == stock+" "+string(claimed) || line == ledger+" "+string(claimed) })
+			c.Await("message", func(line string) bool { return line == stock+" "+string(claimed) || line == ledger+" "+string(claimed) })
 			moment = time.Duration(rng.Int64N(int64(150 * time.Millisecond)))
 		} else {
 			moment = time.Duration(rng.Int64N(int64(2 * time.Second)))
 		}
 		time.Sleep(moment)
-		c.kill()
+		c.Kill()
 		where[c.lastStep()]++
 	}
 	t.Logf("%d cuts in %v, by the last step before:", cuts, time.Since(started).Round(time.Second))
@@ -120,7 +120,7 @@ func killAtRandom(t *testing.T, driver testdb.Driver, broker brokerKind) {
 		t.Logf("%4d %s", where[last], last)
 	}
 	c := spawn(t, tr.settings)
-	defer c.kill()
+	defer c.Kill()
 	tr.requireExactlyOnce()
 	t.Logf("%d events, each took effect once", len(tr.events))
 }

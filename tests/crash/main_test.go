@@ -20,18 +20,15 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/child"
 )
 
 // patience is for what must happen.
 const patience = 2 * time.Minute
 
-// childVariable has the settings of a worker process.
-const childVariable = "CRASH_CHILD"
-
 func TestMain(m *testing.M) {
-	if encoded := os.Getenv(childVariable); encoded != "" {
-		runChild(encoded) // does not return
-	}
+	child.Main(runChild)
 	goleak.VerifyTestMain(m,
 		// sarama's metrics share one ticker per process, which never ends.
 		goleak.IgnoreTopFunction("github.com/rcrowley/go-metrics.(*meterArbiter).tick"))

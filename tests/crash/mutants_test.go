@@ -128,11 +128,11 @@ func TestTheComparisonFindsMutants(t *testing.T) {
 			if m.before != nil {
 				m.before(tr)
 			}
-			c.kill()
+			c.Kill()
 
 			s.Stop = ""
 			c = spawn(t, s)
-			defer c.kill()
+			defer c.Kill()
 			faults := tr.finish()
 			require.Contains(t, strings.Join(faults, "\n"), m.found)
 		})

@@ -78,7 +78,8 @@ func (s settings) poison() string   { return "poison-" + s.Run }
 func (s settings) open(ctx context.Context, group string) (ordering.Broker, error) {
 	group += "-" + s.Run
 	if s.AMQP != "" {
-		return amqpshard.Open(ctx, amqpshard.Config{URL: s.AMQP, Group: group, Shards: shards, DrainTimeout: 5 * time.Second}, nil)
+		// With Slots the shard of a key is known: see sentinels.
+		return amqpshard.Open(ctx, amqpshard.Config{URL: s.AMQP, Group: group, Shards: shards, Routing: amqpshard.Slots, DrainTimeout: 5 * time.Second}, nil)
 	}
 	return kafkashard.Open(ctx, kafkashard.Config{Brokers: s.Kafka, Group: group, Shards: shards, DrainTimeout: 5 * time.Second,
 		Sarama: func(c *sarama.Config) {

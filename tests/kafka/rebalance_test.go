@@ -16,7 +16,7 @@ import (
 
 // B66: while members come and go, every message is seen, and none before all
 // earlier ones of its key.
-func TestRebalanceKeepsOrder(t *testing.T) {
+func TestRebalanceKeepsOrderB66(t *testing.T) {
 	t.Parallel()
 	onEach(t, func(t *testing.T, brokers []string) {
 		const keys, each = 20, 30

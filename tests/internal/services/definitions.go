@@ -312,6 +312,8 @@ func kafkaFiles(in *Instance) map[string]string {
 		"transaction.state.log.replication.factor=1",
 		"transaction.state.log.min.isr=1",
 		"group.initial.rebalance.delay.ms=0",
+		// Tests stop consumers for longer than their sessions last: 6s by default.
+		"group.min.session.timeout.ms=1000",
 		// A killed broker may come back when its session has ended: 9s by default.
 		"broker.heartbeat.interval.ms=500",
 		"broker.session.timeout.ms=3000",
