@@ -12,7 +12,7 @@ MODULES  = . examples examples/querylayers tests
 
 ## test: all tests, with the race detector, on the real servers
 test:
-	$(SERVICES) run postgres mariadb amqp amqp4 kafka -- go test -race -count=1 -timeout 15m $(PACKAGES)
+	$(SERVICES) run postgres mariadb amqp amqp4 kafka redis -- go test -race -count=1 -timeout 15m $(PACKAGES)
 
 ## test-long: RabbitMQ killed under load, and more of what is random: kills (CRASH_CUTS per database, CRASH_SEED),
 ## consumers and brokers broken (HISTORY_EVENTS, HISTORY_ENTITIES, HISTORY_ROUNDS per run, HISTORY_SEED),
@@ -33,9 +33,13 @@ test-long:
 test-fast:
 	go test -count=1 ./deduplicator/... ./internal/... ./middleware/... ./ordering/... ./examples/... ./examples/querylayers/...
 
-## bench: what the middlewares cost, as ratios against the same work by hand
+## bench: what the middlewares and brokers cost, as ratios against the same work by hand, the release of parked
+## messages, and the choice of a shard
 bench:
-	$(SERVICES) run postgres mariadb -- go test -run '^$$' -bench . -benchtime 100x ./tests/bench
+	$(SERVICES) run postgres mariadb redis -- go test -run '^$$' -bench 'Single|Outputs|Duplicates|Do' -benchtime 100x ./tests/bench ./tests/ledger
+	$(SERVICES) run postgres mariadb amqp4 kafka -- go test -run '^$$' -bench 'Publish|EndToEnd' -benchtime 15x ./tests/bench
+	$(SERVICES) run postgres mariadb -- go test -run '^$$' -bench Release -benchtime 3x ./tests/sequence
+	go test -run '^$$' -bench Routing ./ordering
 
 ## services, services-stop: start the real servers and leave them running; stop them
 services:
