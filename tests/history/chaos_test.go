@@ -78,13 +78,22 @@ func (c chaosRun) do(t *testing.T, server *services.Instance) {
 	unguarded := c.guard == nothing || c.guard == deduplicateOnly
 	ch := &chaos{run: newRun(t, c.driver, s), server: server, proxy: proxy}
 	ch.entities, ch.events = int(number(t, "HISTORY_ENTITIES", 30)), int(number(t, "HISTORY_EVENTS", 600))
-	rounds := int(number(t, "HISTORY_ROUNDS", 1))
-	if unguarded { // what the traffic alone does to it is enough
-		ch.entities, ch.events, rounds = 20, 200, 0
+	all := []string{"kill", "stop", "cut", "restart"}
+	if s.AMQP != "" {
+		all = append(all, "delete queue")
+	}
+	faults := slices.Repeat(all, int(number(t, "HISTORY_ROUNDS", 0)))
+	switch {
+	case unguarded: // what the traffic alone does to it is enough
+		ch.entities, ch.events, faults = 20, 200, nil
+	case len(faults) == 0 && c.guard == rejectStale: // the short form: each fault once per broker
+		faults = all[:2]
+	case len(faults) == 0:
+		faults = all[2:]
 	}
 
 	began := time.Now()
-	ch.disturb(rounds)
+	ch.disturb(faults)
 	mode := history.Newest
 	if c.guard == strictSequence {
 		mode = history.Strict
@@ -124,16 +133,9 @@ var slots = []string{"a", "b", "c"}
 // last is the number of each entity's last event.
 func (c *chaos) last() int { return c.events / c.entities }
 
-// disturb publishes everything while each fault strikes so many times, and waits
+// disturb publishes everything while the faults strike, in random order, and waits
 // until all is done.
-func (c *chaos) disturb(rounds int) {
-	var faults []string
-	for range rounds {
-		faults = append(faults, "kill", "stop", "cut", "restart")
-		if c.AMQP != "" {
-			faults = append(faults, "delete queue")
-		}
-	}
+func (c *chaos) disturb(faults []string) {
 	rng := c.random(1)
 	rng.Shuffle(len(faults), func(i, j int) { faults[i], faults[j] = faults[j], faults[i] })
 
@@ -192,8 +194,8 @@ func (c *chaos) produce(ctx context.Context, entities []string) error {
 	rng := c.random(2)
 	entities = slices.Clone(entities)
 	sent := 0
-	type late struct{ seq, due int64 }
-	held := map[string]late{}
+	type heldBack struct{ seq, due int64 }
+	held := map[string]heldBack{}
 	for seq := int64(1); seq <= int64(c.last()); seq++ {
 		rng.Shuffle(len(entities), func(i, j int) { entities[i], entities[j] = entities[j], entities[i] })
 		for chunk := range slices.Chunk(entities, 50) {
@@ -202,9 +204,11 @@ func (c *chaos) produce(ctx context.Context, entities []string) error {
 			}
 			sent += len(chunk)
 			var messages, extra []*message.Message
-			for _, entity := range chunk {
-				if _, waits := held[entity]; !waits && seq+4 < int64(c.last()) && rng.IntN(30) == 0 {
-					held[entity] = late{seq, seq + 1 + rng.Int64N(3)}
+			for i, entity := range chunk {
+				// At random, and some in every run.
+				late, copied, oldCopied := rng.IntN(30) == 0 || seq == 2 && i < 3, rng.IntN(10) == 0, rng.IntN(20) == 0 || seq == 5 && i < 3
+				if _, waits := held[entity]; late && !waits && seq+4 < int64(c.last()) {
+					held[entity] = heldBack{seq, seq + 1 + rng.Int64N(3)}
 					c.heldBack++
 					continue
 				}
@@ -216,10 +220,10 @@ func (c *chaos) produce(ctx context.Context, entities []string) error {
 					extra = append(extra, newEvent(entity, old.seq, event(entity, old.seq)))
 					delete(held, entity)
 				}
-				if rng.IntN(10) == 0 {
+				if copied {
 					extra = append(extra, newEvent(entity, seq, event(entity, seq)))
 				}
-				if old := seq - 1 - rng.Int64N(3); old > 0 && rng.IntN(20) == 0 {
+				if old := seq - 1 - rng.Int64N(3); oldCopied && old > 0 {
 					extra = append(extra, newEvent(entity, old, event(entity, old)+"-late"))
 				}
 			}

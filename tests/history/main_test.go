@@ -9,7 +9,7 @@
 //
 //	HISTORY_EVENTS    events per run, 600 if unset
 //	HISTORY_ENTITIES  entities per run, 30 if unset
-//	HISTORY_ROUNDS    how often each fault strikes in a run, 1 if unset
+//	HISTORY_ROUNDS    how often each fault strikes in a run; unset: once per broker
 //	HISTORY_SEED      of traffic and faults, chosen and printed if unset
 package history_test
 
