@@ -3,6 +3,7 @@ package sqldb
 import (
 	"errors"
 	"reflect"
+	"strings"
 )
 
 // SQLite's result codes, without the extended part (https://sqlite.org/rescode.html).
@@ -43,30 +44,48 @@ func LockTimeout(err error) bool {
 
 // codes finds the SQLSTATE of a PostgreSQL driver, the error number of
 // go-sql-driver/mysql, or the primary result code of a SQLite driver in err's
-// chain. MySQLError offers no method, so its field is read by reflection.
+// chain. The latter two have no method that an interface could name, so they are
+// read by reflection.
 func codes(err error) (state string, number uint16, code int) {
-	if err == nil {
-		return "", 0, 0
-	}
 	var withState interface{ SQLState() string }
 	if errors.As(err, &withState) {
 		return withState.SQLState(), 0, 0
 	}
-	var withCode interface{ Code() int }
-	if errors.As(err, &withCode) {
-		return "", 0, withCode.Code() & 0xff
-	}
 	walk(err, func(e error) bool {
 		v := reflect.Indirect(reflect.ValueOf(e))
-		if v.Kind() != reflect.Struct || v.Type().Name() != "MySQLError" {
+		if !v.IsValid() {
 			return false
 		}
-		if f := v.FieldByName("Number"); f.IsValid() && f.CanUint() {
-			number = uint16(f.Uint())
+		if v.Kind() == reflect.Struct && v.Type().Name() == "MySQLError" {
+			if f := v.FieldByName("Number"); f.IsValid() && f.CanUint() {
+				number = uint16(f.Uint())
+			}
+			return true
 		}
-		return true
+		if name := v.Type().PkgPath() + "." + v.Type().Name(); strings.Contains(strings.ToLower(name), "sqlite") {
+			code = sqliteCode(v, reflect.ValueOf(e))
+		}
+		return code != 0
 	})
-	return "", number, 0
+	return "", number, code
+}
+
+// sqliteCode reads the result code of v, an error of a SQLite driver, which e may
+// be a pointer to. The caller has looked at its name: other libraries' errors have
+// a Code too, and 5 is "not found" in gRPC's.
+func sqliteCode(v, e reflect.Value) int {
+	if method := e.MethodByName("Code"); method.IsValid() && method.Type().NumIn() == 0 && method.Type().NumOut() == 1 {
+		v = method.Call(nil)[0] // modernc.org/sqlite: int; ncruces/go-sqlite3: ErrorCode
+	} else if v.Kind() == reflect.Struct {
+		v = v.FieldByName("Code") // mattn/go-sqlite3: ErrNo
+	}
+	switch { // or the error is a code itself
+	case v.IsValid() && v.CanInt():
+		return int(v.Int()) & 0xff
+	case v.IsValid() && v.CanUint():
+		return int(v.Uint()) & 0xff
+	}
+	return 0
 }
 
 // walk calls visit for err and what it wraps until visit returns true.

@@ -18,10 +18,21 @@ type MySQLError struct{ Number uint16 }
 
 func (*MySQLError) Error() string { return "verrou" }
 
-type codeError int
+// The shapes of SQLite drivers' errors; tests/store has the drivers' own.
+type (
+	sqliteError  int
+	sqliteCode   uint8
+	sqlitePlain  uint16
+	sqliteFields struct{ Code sqliteCode }
+	otherError   int
+)
 
-func (codeError) Error() string { return "occupé" }
-func (c codeError) Code() int   { return int(c) }
+func (sqliteError) Error() string   { return "occupé" }
+func (e sqliteError) Code() int     { return int(e) }
+func (sqlitePlain) Error() string   { return "occupé" }
+func (*sqliteFields) Error() string { return "occupé" }
+func (otherError) Error() string    { return "not found" }
+func (e otherError) Code() int      { return int(e) }
 
 // B28: a conflict is recognised by its code through wraps and joins, whatever
 // language the server speaks.
@@ -40,10 +51,16 @@ func TestTransientB28(t *testing.T) {
 		{&MySQLError{1213}, true, false},
 		{&MySQLError{1205}, true, true},
 		{&MySQLError{1062}, false, false},
-		{codeError(5), true, true},
-		{codeError(517), true, true}, // SQLITE_BUSY_SNAPSHOT
-		{codeError(262), true, true}, // SQLITE_LOCKED_SHAREDCACHE
-		{codeError(19), false, false},
+		{sqliteError(5), true, true},
+		{sqliteError(517), true, true}, // SQLITE_BUSY_SNAPSHOT
+		{sqliteError(262), true, true}, // SQLITE_LOCKED_SHAREDCACHE
+		{sqliteError(19), false, false},
+		{sqlitePlain(517), true, true},
+		{sqlitePlain(19), false, false},
+		{&sqliteFields{6}, true, true},
+		{&sqliteFields{19}, false, false},
+		{(*sqliteFields)(nil), false, false},
+		{otherError(5), false, false},
 	} {
 		for _, err := range []error{tt.err, wrap(tt.err), join(tt.err)} {
 			if got := sqldb.Transient(err); got != tt.transient {

@@ -15,9 +15,10 @@ import (
 	"time"
 
 	"github.com/go-sql-driver/mysql"
-	_ "github.com/jackc/pgx/v5/stdlib" // driver "pgx"
-	_ "github.com/lib/pq"              // driver "postgres"
-	_ "modernc.org/sqlite"             // driver "sqlite"
+	_ "github.com/jackc/pgx/v5/stdlib"       // driver "pgx"
+	_ "github.com/lib/pq"                    // driver "postgres"
+	_ "github.com/ncruces/go-sqlite3/driver" // driver "sqlite3"
+	_ "modernc.org/sqlite"                   // driver "sqlite"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 )
@@ -49,10 +50,11 @@ var (
 	MySQLFoundRows          = Driver{Name: "mysql clientFoundRows", Dialect: deduplicator.MySQL, driver: "mysql", foundRows: true}
 	MySQLFoundRowsParseTime = Driver{Name: "mysql clientFoundRows parseTime", Dialect: deduplicator.MySQL, driver: "mysql", foundRows: true, parseTime: true}
 	SQLite                  = Driver{Name: "sqlite", Dialect: deduplicator.SQLite, driver: "sqlite"}
+	SQLite3                 = Driver{Name: "sqlite3", Dialect: deduplicator.SQLite, driver: "sqlite3"} // it begins immediate
 )
 
 // All is every driver.
-var All = []Driver{PGX, PQ, MySQL, MySQLParseTime, MySQLFoundRows, MySQLFoundRowsParseTime, SQLite}
+var All = []Driver{PGX, PQ, MySQL, MySQLParseTime, MySQLFoundRows, MySQLFoundRowsParseTime, SQLite, SQLite3}
 
 // Servers is one driver for each kind of database.
 var Servers = []Driver{PGX, MySQL, SQLite}
@@ -115,7 +117,7 @@ func (database *Database) Open(t testing.TB) *sql.DB {
 	return db
 }
 
-// SQLiteDSN is a DSN of modernc.org/sqlite for a file with a write-ahead log.
+// SQLiteDSN is a DSN of both SQLite drivers for a file with a write-ahead log.
 func SQLiteDSN(path string, busyTimeout time.Duration) string {
 	return fmt.Sprintf("file:%s?_pragma=busy_timeout(%d)&_pragma=journal_mode(WAL)&_pragma=synchronous(NORMAL)",
 		path, busyTimeout.Milliseconds())
