@@ -8,7 +8,7 @@ SERVICES    = go run ./tests/services
 PACKAGES = ./... ./examples/... ./examples/querylayers/... ./tests/...
 MODULES  = . examples examples/querylayers tests
 
-.PHONY: test test-long test-fast bench services services-stop lint lint-static vuln orders
+.PHONY: test test-long test-matrix test-fast bench services services-stop lint lint-static vuln orders
 
 ## test: all tests, with the race detector, on the real servers
 test:
@@ -23,6 +23,12 @@ test-long:
 	$(SERVICES) run -- go test -race -count=1 -timeout 90m -v ./tests/crash ./tests/property
 	BROKER_KILL=1 $(SERVICES) run amqp amqp4 -- go test -race -count=1 -timeout 30m -v -run TestBrokerFaults ./tests/amqp
 	$(SERVICES) run postgres mariadb -- go test -run '^$$' -fuzz FuzzKeys -fuzztime $(FUZZ_TIME) -fuzzminimizetime 10x ./tests/property
+
+## test-matrix: the database suites on MySQL instead of MariaDB (a chroot of Debian sid: root, 900 MB)
+test-matrix: export TEST_MATRIX = mysql
+test-matrix:
+	$(SERVICES) run postgres mysql amqp kafka -- go test -race -count=1 -p 2 -timeout 30m ./tests/internal/testdb ./tests/store ./tests/maintenance \
+		./tests/property ./tests/sequence ./tests/producer ./tests/outbox ./tests/handlertest ./tests/crash
 
 ## test-fast: the tests that need no server
 test-fast:

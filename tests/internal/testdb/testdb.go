@@ -1,5 +1,5 @@
 // Package testdb gives tests a database of their own on the real servers, per
-// driver: a schema on PostgreSQL, a database on MariaDB, a file for SQLite.
+// driver: a schema on PostgreSQL, a database on MariaDB or MySQL, a file for SQLite.
 package testdb
 
 import (
@@ -21,13 +21,11 @@ import (
 	_ "modernc.org/sqlite"                   // driver "sqlite"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/services"
 )
 
-// The variables that name the servers, as "go run ./tests/services env" prints them.
-const (
-	PostgresVariable = "TEST_POSTGRES_DSN"
-	MariaDBVariable  = "TEST_MARIADB_DSN"
-)
+// MatrixVariable names another server for the MySQL drivers than MariaDB: "mysql".
+const MatrixVariable = "TEST_MATRIX"
 
 // PoolSize is how many connections a pool of [Database.Open] has.
 const PoolSize = 5
@@ -41,7 +39,7 @@ type Driver struct {
 	foundRows, parseTime bool   // of MySQL
 }
 
-// The drivers. MariaDB is reached through the MySQL ones.
+// The drivers. The MySQL ones reach [MySQLServer].
 var (
 	PGX                     = Driver{Name: "pgx", Dialect: deduplicator.PostgreSQL, driver: "pgx"}
 	PQ                      = Driver{Name: "pq", Dialect: deduplicator.PostgreSQL, driver: "postgres"}
@@ -67,6 +65,27 @@ type Database struct {
 	DSN    string // for a driver's own connections and for other processes
 }
 
+// MySQLServer is the server that the MySQL drivers reach: MariaDB, or what
+// [MatrixVariable] says.
+func MySQLServer(t testing.TB) services.Name {
+	t.Helper()
+	switch name := os.Getenv(MatrixVariable); name {
+	case "":
+		return services.MariaDB
+	case string(services.MySQL):
+		return services.MySQL
+	default:
+		t.Fatalf("testdb: %s is %q, must be %q or not set", MatrixVariable, name, services.MySQL)
+		return ""
+	}
+}
+
+// IsMariaDB reports whether d reaches MariaDB.
+func IsMariaDB(t testing.TB, d Driver) bool {
+	t.Helper()
+	return d.Dialect == deduplicator.MySQL && MySQLServer(t) == services.MariaDB
+}
+
 // Open creates a database and returns a pool for it.
 func Open(t testing.TB, d Driver) *sql.DB {
 	t.Helper()
@@ -80,13 +99,13 @@ func Create(t testing.TB, d Driver) *Database {
 	database := &Database{Driver: d, Name: "test_" + strings.ToLower(rand.Text()[:16])}
 	switch d.Dialect {
 	case deduplicator.PostgreSQL:
-		server := environment(t, PostgresVariable)
+		server := services.Value(t, services.Postgres)
 		database.DSN = withSearchPath(server, database.Name)
 		admin(t, d.driver, server, "CREATE SCHEMA "+database.Name, "DROP SCHEMA "+database.Name+" CASCADE")
 	case deduplicator.MySQL:
-		config, err := mysql.ParseDSN(environment(t, MariaDBVariable))
+		config, err := mysql.ParseDSN(services.Value(t, MySQLServer(t)))
 		if err != nil {
-			t.Fatalf("testdb: %s is not a DSN of go-sql-driver/mysql", MariaDBVariable)
+			t.Fatalf("testdb: the value for %s is not a DSN of go-sql-driver/mysql", MySQLServer(t))
 		}
 		config.ParseTime, config.ClientFoundRows = d.parseTime, d.foundRows
 		server := config.FormatDSN()
@@ -123,15 +142,6 @@ func SQLiteDSN(path string, busyTimeout time.Duration) string {
 		path, busyTimeout.Milliseconds())
 }
 
-func environment(t testing.TB, variable string) string {
-	t.Helper()
-	value := os.Getenv(variable)
-	if value == "" {
-		t.Fatalf("testdb: %s is not set: run make services, which starts the servers and says what to set", variable)
-	}
-	return value
-}
-
 // withSearchPath sets the schema that unqualified names mean, for a DSN that is
 // a URL as for one of keywords and values.
 func withSearchPath(dsn, schema string) string {
@@ -165,4 +175,22 @@ func admin(t testing.TB, driver, dsn, create, drop string) {
 	if t.Failed() {
 		t.FailNow()
 	}
+}
+
+// Numbers is a derived table of one column i with the numbers from 1 to n, at most
+// 10 million, for any dialect. It is fast enough to fill large tables with.
+func Numbers(n int) string {
+	digits := "SELECT 0 AS d"
+	for d := 1; d < 10; d++ {
+		digits += fmt.Sprintf(" UNION ALL SELECT %d", d)
+	}
+	sum, from := "1", ""
+	for place, factor := 0, 1; place == 0 || factor < n; place, factor = place+1, factor*10 {
+		if place > 0 {
+			from += " CROSS JOIN "
+		}
+		sum += fmt.Sprintf(" + %d * t%d.d", factor, place)
+		from += fmt.Sprintf("(%s) t%d", digits, place)
+	}
+	return fmt.Sprintf("(SELECT i FROM (SELECT %s AS i FROM %s) s WHERE i <= %d) numbers", sum, from, n)
 }
