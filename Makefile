@@ -8,7 +8,7 @@ SERVICES    = go run ./tests/services
 PACKAGES = ./... ./examples/... ./examples/querylayers/... ./tests/...
 MODULES  = . examples examples/querylayers tests
 
-.PHONY: test test-long test-matrix test-fast bench services services-stop lint lint-static vuln orders
+.PHONY: test test-long test-matrix test-fast bench load services services-stop lint lint-static vuln orders
 
 ## test: all tests, with the race detector, on the real servers
 test:
@@ -34,9 +34,18 @@ test-matrix:
 test-fast:
 	go test -count=1 ./deduplicator/... ./internal/... ./middleware/... ./ordering/... ./examples/... ./examples/querylayers/...
 
-## bench: what the middlewares cost, as ratios against the same work by hand
+## bench: what the middlewares cost, as ratios against the same work by hand (with BENCH_LATENCY=1, at 1 ms per round trip)
 bench:
+	go test -run '^$$' -bench KnownKeys ./deduplicator
 	$(SERVICES) run postgres mariadb -- go test -run '^$$' -bench . -benchtime 100x ./tests/bench
+
+## load: live traffic beside four cleaners that delete EXPIRED rows; a table of ROWS rows against an empty one; 1 ms round trips
+load: EXPIRED ?= 5000000
+load: ROWS ?= 10000000
+load:
+	$(SERVICES) run postgres mariadb -- go test -run '^$$' -bench Cleaners -benchtime 1x -timeout 3h ./tests/load -expired $(EXPIRED)
+	BENCH_ROWS=$(ROWS) $(SERVICES) run postgres mariadb -- go test -run '^$$' -bench TableSize -benchtime 100x -timeout 3h ./tests/bench
+	BENCH_LATENCY=1 $(SERVICES) run postgres mariadb -- go test -run '^$$' -bench 'Single|Outputs|Duplicates' -benchtime 50x -timeout 1h ./tests/bench
 
 ## services, services-stop: start the real servers and leave them running; stop them
 services:

@@ -119,6 +119,30 @@ func Create(t testing.TB, d Driver) *Database {
 	return database
 }
 
+// Through returns the database as it is reached through a TCP proxy, which proxy
+// starts before an address. SQLite has none, so it stays as it is.
+func (database *Database) Through(t testing.TB, proxy func(upstream string) (address string)) *Database {
+	t.Helper()
+	proxied := *database
+	switch database.Driver.Dialect {
+	case deduplicator.PostgreSQL:
+		u, err := url.Parse(database.DSN)
+		if err != nil || u.Host == "" {
+			t.Fatalf("testdb: the DSN of PostgreSQL is not a URL with a host")
+		}
+		u.Host = proxy(u.Host)
+		proxied.DSN = u.String()
+	case deduplicator.MySQL:
+		config, err := mysql.ParseDSN(database.DSN)
+		if err != nil {
+			t.Fatalf("testdb: the DSN is not one of go-sql-driver/mysql")
+		}
+		config.Addr = proxy(config.Addr)
+		proxied.DSN = config.FormatDSN()
+	}
+	return &proxied
+}
+
 // Open returns a pool of [PoolSize] connections and closes it at the end of t.
 func (database *Database) Open(t testing.TB) *sql.DB {
 	t.Helper()
