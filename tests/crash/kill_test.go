@@ -109,8 +109,14 @@ func TestThousandOutputsB09(t *testing.T) {
 			}
 			c := spawn(t, tr.settings)
 			defer c.kill()
+			booked := "SELECT COUNT(*) FROM effects WHERE handler = 'ledger' AND detail = 'many'"
+			tr.eventually("the outputs in the ledger", func(ctx context.Context) (bool, error) {
+				var n int
+				err := tr.db.QueryRowContext(ctx, booked).Scan(&n)
+				return n >= outputs, err
+			})
 			tr.requireExactlyOnce()
-			require.Equal(t, outputs, tr.count("SELECT COUNT(DISTINCT event) FROM effects WHERE handler = 'ledger' AND detail = 'many'"))
+			require.Equal(t, outputs, tr.count(booked))
 		})
 	}
 }

@@ -356,7 +356,11 @@ func (h handlers) reserve(msg *message.Message) ([]*message.Message, error) {
 	for i := range outputs {
 		outputs[i] = message.NewMessage(watermill.NewUUID(), msg.Payload) // a new one on each attempt
 		outputs[i].Metadata.Set("event_id", event)
-		outputs[i].Metadata.Set(ordering.PartitionKeyMetadata, msg.Metadata.Get(ordering.PartitionKeyMetadata))
+		entity := msg.Metadata.Get(ordering.PartitionKeyMetadata)
+		if n > shards { // for all of them
+			entity = fmt.Sprint(entity, i)
+		}
+		outputs[i].Metadata.Set(ordering.PartitionKeyMetadata, entity)
 		uuids[i] = outputs[i].UUID
 	}
 	if err := h.write(msg, stock, event, strings.Join(uuids, " ")); err != nil {
