@@ -60,10 +60,17 @@ var (
 	// processing the claim again tells which.
 	ErrOutcomeUnknown = errors.New("deduplicator: outcome of the commit is unknown")
 
-	// ErrTxEnded says that the work committed or rolled back the transaction,
-	// which is not its to end. What it committed, the claim included, is durable;
-	// its outputs are not stored.
+	// ErrTxEnded says that the work committed or rolled back the transaction, which
+	// is not its to end, or that it went on after a deadlock had undone it on MySQL.
+	// What it committed, the claim included, is durable; its outputs are not stored.
+	// An error of the work is wrapped too.
 	ErrTxEnded = errors.New("deduplicator: the handler ended the transaction itself")
+
+	// ErrClaimKept says that the work failed after it had committed the transaction
+	// itself, on MySQL also by DDL, so that its claim is recorded: a copy would be a
+	// duplicate. What it wrote until then is durable, its outputs are not stored.
+	// Trying again can't help; the work's error is wrapped too.
+	ErrClaimKept = errors.New("deduplicator: the handler failed after it had committed its transaction itself")
 )
 
 // ConflictError reports a message with the key of another message that was

@@ -201,7 +201,9 @@ func WithClaimTimeout(d time.Duration) Option {
 // WithIsolation sets the isolation level of the transactions: read committed
 // (the default), repeatable read or serializable. Above read committed the
 // database refuses more work because of other transactions; it is run again, see
-// [WithTxRetries]. SQLite knows only serializable.
+// [WithTxRetries]. SQLite knows only serializable. The store reads outside of
+// transactions as well, so [NewSQLStore] refuses connections that are at read
+// uncommitted by themselves.
 func WithIsolation(level sql.IsolationLevel) Option {
 	return optionFunc(func(c *config) { c.isolation = level })
 }

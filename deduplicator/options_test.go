@@ -181,7 +181,7 @@ func TestErrors(t *testing.T) {
 		deduplicator.ErrInvalidOption, deduplicator.ErrSchema, deduplicator.ErrNoKey, deduplicator.ErrInvalidClaim,
 		deduplicator.ErrConflict, deduplicator.ErrInFlight, deduplicator.ErrUnavailable, deduplicator.ErrNotCommitted,
 		deduplicator.ErrOutcomeUnknown, deduplicator.ErrTxEnded, deduplicator.ErrNoTime, deduplicator.ErrTooOld,
-		deduplicator.ErrTooManyAttempts, deduplicator.ErrPublishTimeout,
+		deduplicator.ErrTooManyAttempts, deduplicator.ErrPublishTimeout, deduplicator.ErrClaimKept,
 	}
 	for i, a := range sentinels {
 		for j, b := range sentinels {

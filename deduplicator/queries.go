@@ -15,13 +15,12 @@ import (
 // SQLite versions accept.
 const maxRows = 100
 
-// maxBytes bounds the payloads of one statement well under MySQL's least default
-// of max_allowed_packet (16 MiB on MariaDB 10.11). A larger payload goes alone.
+// maxBytes bounds the payloads and metadata of one statement well under MySQL's least default
+// of max_allowed_packet (16 MiB on MariaDB 10.11). A larger message goes alone.
 const maxBytes = 1 << 20
 
 type queries struct {
-	claim     string
-	claimArgs func(Claim) []any
+	claim string
 	// unboundedClaim: the server does not bound the claim's wait for a twin.
 	unboundedClaim bool
 
@@ -42,7 +41,6 @@ func newQueries(c *config, mariaDB bool) queries {
 	insert := "INSERT INTO " + processed + " (consumer_name, message_key, fingerprint, processed_at) "
 
 	q := queries{rebind: c.dialect.Rebind}
-	q.claimArgs = func(claim Claim) []any { return append(key(claim), claim.Fingerprint) }
 	switch c.dialect {
 	case MySQL:
 		// The update changes the row, so that the count is 1 for a new key and 2
@@ -119,14 +117,16 @@ func (s *SQLStore) insertOutputs(ctx context.Context, tx *sql.Tx, claim Claim, o
 	for next := 0; next < len(outputs); {
 		args := make([]any, 0, 7*min(len(outputs)-next, maxRows))
 		rows, size := 0, 0
-		for next < len(outputs) && rows < maxRows && (rows == 0 || size+len(outputs[next].Payload) <= maxBytes) {
+		for next < len(outputs) && rows < maxRows {
 			o := outputs[next]
-			payload := o.Payload
+			payload, metadata := o.Payload, encodeMetadata(o.Metadata)
+			if size += len(payload) + len(metadata); rows > 0 && size > maxBytes {
+				break
+			}
 			if payload == nil {
 				payload = []byte{} // nil would be NULL
 			}
-			args = append(args, consumerAndKey[0], consumerAndKey[1], next, o.Topic, o.UUID, encodeMetadata(o.Metadata), payload)
-			size += len(payload)
+			args = append(args, consumerAndKey[0], consumerAndKey[1], next, o.Topic, o.UUID, metadata, payload)
 			rows++
 			next++
 		}
@@ -184,6 +184,30 @@ func decodeMetadata(encoded []byte) (map[string]string, error) {
 		return nil, fmt.Errorf("metadata: %w", err)
 	}
 	return metadata, nil
+}
+
+// checkReads refuses connections that read what is not committed yet: the claim of a
+// message that is in work would make its redelivery a duplicate, and be lost with
+// it when the work fails.
+func (c *config) checkReads(ctx context.Context, db *sql.DB) error {
+	var dirty bool
+	var err error
+	switch c.dialect {
+	case MySQL: // the first of the names is MariaDB's and that of MySQL before 8
+		var name, level string
+		err = db.QueryRowContext(ctx, "SHOW VARIABLES WHERE Variable_name IN ('tx_isolation', 'transaction_isolation')").Scan(&name, &level)
+		dirty = level == "READ-UNCOMMITTED"
+	case SQLite:
+		err = db.QueryRowContext(ctx, "PRAGMA read_uncommitted").Scan(&dirty)
+	case PostgreSQL: // never does
+	}
+	switch {
+	case err != nil:
+		return fmt.Errorf("%w: %w", ErrUnavailable, err)
+	case dirty:
+		return fmt.Errorf("%w: the connections of db are at read uncommitted", ErrInvalidOption)
+	}
+	return nil
 }
 
 // txOptions are those of every transaction: nil where the isolation level is the

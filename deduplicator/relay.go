@@ -6,6 +6,7 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -27,9 +28,10 @@ const (
 )
 
 const (
-	relayPage     = 100 // claims that are looked up at a time
-	publishBatch  = 100 // messages in one call of the publisher
-	maxFailures   = 100 // claims of a consumer that fail in one pass before it ends
+	relayPage     = 100    // claims that are looked up at a time
+	publishBatch  = 100    // messages in one call of the publisher
+	maxFailures   = 100    // claims of a consumer that fail in one pass before it ends
+	maxHeld       = 10_000 // claims that a pass passes over because they failed in those before
 	finishTimeout = 5 * time.Second
 )
 
@@ -59,7 +61,20 @@ type Relay struct {
 
 	publishing chan struct{} // full while the publisher works
 	queries    relayQueries
+
+	mu    sync.Mutex         // guards what follows
+	first string             // the consumer at which the last pass ended early: the next one begins after it
+	held  map[string]*heldUp // of consumers with which a pass ended early
 }
+
+// heldUp is what a pass could not publish of a consumer. The next one goes on after
+// it: otherwise what is refused for good would use up each pass.
+type heldUp struct {
+	failed  map[string]bool    // keys of claims that wait for another pass
+	blocked map[[2]string]bool // topics and partition keys of their messages
+}
+
+func newHeldUp() *heldUp { return &heldUp{make(map[string]bool), make(map[[2]string]bool)} }
 
 // RelayResult is what one pass of a [Relay] did.
 type RelayResult struct {
@@ -113,6 +128,7 @@ func NewRelay(store *SQLStore, pub message.Publisher, opts ...RelayOption) (*Rel
 		timeout:    DefaultPublishTimeout,
 		observe:    func(context.Context, RelayResult) {},
 		publishing: make(chan struct{}, 1),
+		held:       make(map[string]*heldUp),
 	}
 	for _, opt := range opts {
 		opt.applyRelay(r)
@@ -174,26 +190,39 @@ func (r *Relay) run(ctx context.Context, observe func(context.Context, RelayResu
 }
 
 // Flush publishes what is due, once. Consumers that another Relay is at are left
-// to it. What could not be published stays stored; the error says why.
+// to it. What could not be published stays stored; the error says why. Where much is
+// refused, it takes several calls to come to what is not.
 func (r *Relay) Flush(ctx context.Context) (RelayResult, error) {
 	started := time.Now()
 	var result RelayResult
 	var errs []error
-	for consumer := ""; ; {
+	r.mu.Lock()
+	first := r.first
+	r.first = ""
+	r.mu.Unlock()
+	for consumer, around := first, first == ""; ; {
 		next, err := r.nextConsumer(ctx, consumer)
 		if err != nil {
 			errs = append(errs, fmt.Errorf("deduplicator: relay: %w", err))
+			break
 		}
-		if next == "" {
+		if next == "" && !around {
+			consumer, around = "", true
+			continue
+		}
+		if next == "" || around && first != "" && next > first {
 			break
 		}
 		consumer = next
-		pass := &relayPass{Relay: r, consumer: consumer, result: &result}
+		pass := &relayPass{Relay: r, consumer: consumer, result: &result, heldUp: newHeldUp()}
 		if err := pass.run(ctx); err != nil {
 			errs = append(errs, fmt.Errorf("deduplicator: relay outputs of %q: %w", consumer, err))
 		}
-		if pass.down {
-			break // they are the same for the next consumer
+		if pass.down { // the same is likely for the next consumer
+			r.mu.Lock()
+			r.first = consumer
+			r.mu.Unlock()
+			break
 		}
 	}
 	err := errors.Join(errs...)
@@ -217,10 +246,10 @@ type relayPass struct {
 	token   string    // of the lease
 	renewed time.Time // no later than the lease was last renewed
 
-	failed  map[string]bool    // keys of claims that wait for the next pass
-	blocked map[[2]string]bool // topics and partition keys of their messages
-	lost    time.Duration      // spent on publishes that failed
-	down    bool               // the publisher or the database seems to work for nobody
+	*heldUp
+	failures int           // of this pass
+	lost     time.Duration // spent on publishes that failed
+	down     bool          // the publisher or the database seems to work for nobody
 }
 
 // errLeaseLost says that another Relay has taken over, because this one was
@@ -244,15 +273,19 @@ func (p *relayPass) run(ctx context.Context) (err error) {
 			err = errors.Join(err, releaseErr)
 		}
 	}()
-	p.failed, p.blocked = make(map[string]bool), make(map[[2]string]bool)
+	goesOn := p.takeUp()
 	var first error
-	for !p.down && len(p.failed) < maxFailures {
+	for !p.down && p.failures < maxFailures {
 		keys, err := p.due(ctx)
 		if err != nil {
 			return errors.Join(first, err)
 		}
 		if len(keys) == 0 {
-			break
+			if !goesOn {
+				return first
+			}
+			goesOn, p.heldUp = false, newHeldUp() // from the oldest again
+			continue
 		}
 		for _, key := range keys {
 			if err := p.relay(ctx, key); err != nil {
@@ -263,12 +296,29 @@ func (p *relayPass) run(ctx context.Context) (err error) {
 					first = err
 				}
 			}
-			if p.down || len(p.failed) >= maxFailures {
+			if p.down || p.failures >= maxFailures {
 				break
 			}
 		}
 	}
+	if len(p.failed) < maxHeld {
+		p.mu.Lock()
+		p.held[p.consumer] = p.heldUp
+		p.mu.Unlock()
+	}
 	return first
+}
+
+// takeUp reports whether the pass before ended early, and goes on where it did.
+func (p *relayPass) takeUp() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	held, ok := p.held[p.consumer]
+	if ok {
+		p.heldUp = held
+		delete(p.held, p.consumer)
+	}
+	return ok
 }
 
 // due returns the keys of the oldest claims with outputs that are old enough,
@@ -313,6 +363,7 @@ func (p *relayPass) relay(ctx context.Context, key string) error {
 	}
 	if waits {
 		p.failed[key] = true
+		p.failures++
 		p.result.Failed++
 		for _, output := range outputs {
 			if partition(output)[1] != "" {

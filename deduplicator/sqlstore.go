@@ -34,8 +34,8 @@ type SQLStore struct {
 // checks that the tables are there: see [Migrate] and [Schema]. ctx bounds that.
 // Closing db ends the store.
 //
-// It returns [ErrInvalidOption], naming every wrong argument and option,
-// [ErrUnavailable], or [ErrSchema], naming what is missing and how to create it.
+// It returns [ErrInvalidOption], naming every wrong argument and option, also where
+// db's connections are at read uncommitted, [ErrUnavailable], or [ErrSchema], naming what is missing and how to create it.
 func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Option) (*SQLStore, error) {
 	cfg, err := newConfig(dialect, opts)
 	if db == nil {
@@ -48,6 +48,9 @@ func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Optio
 		return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
 	}
 	if err := cfg.check(ctx, db); err != nil {
+		return nil, err
+	}
+	if err := cfg.checkReads(ctx, db); err != nil {
 		return nil, err
 	}
 	s := &SQLStore{db: db, config: cfg, known: newKnownKeys(cfg.knownKeys)}
@@ -116,7 +119,7 @@ func (s *SQLStore) retry(ctx context.Context, once func() error) error {
 	for retries := 0; ; retries++ {
 		err := once()
 		again := errors.Is(err, errAgain)
-		if !again && !sqldb.Transient(err) || errors.Is(err, ErrInFlight) || retries >= s.config.txRetries && !again {
+		if !again && !sqldb.Transient(err) || errors.Is(err, ErrInFlight) || errors.Is(err, ErrClaimKept) || retries >= s.config.txRetries && !again {
 			return err
 		}
 		// SQLite has one writer: waiting for it is bounded by time, not by count.
@@ -132,15 +135,25 @@ func (s *SQLStore) retry(ctx context.Context, once func() error) error {
 // errAgain marks a begin or claim that found SQLite's write lock taken.
 var errAgain = errors.New("database is busy")
 
+// errAborted stands for a panic or Goexit of the work.
+var errAborted = errors.New("the work was aborted")
+
 // attempt is one transaction: begin, claim, work, outputs, commit.
 func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result, error) {
 	tx, err := s.db.BeginTx(ctx, s.txOptions)
 	if err != nil {
 		return Result{}, s.claimError(ctx, err)
 	}
-	ended := false
+	ended, working := false, false
 	defer func() {
-		if !ended { // an error, a panic or a Goexit
+		switch {
+		case working: // it panics, or ended its goroutine
+			if err := s.undo(ctx, tx, claim, errAborted); errors.Is(err, ErrClaimKept) {
+				if value := recover(); value != nil {
+					panic(fmt.Errorf("%w: panic: %v", err, value))
+				}
+			}
+		case !ended:
 			_ = tx.Rollback()
 		}
 	}()
@@ -157,16 +170,20 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 		}
 		return result, err
 	}
+	working = true
 	outputs, err := work(sqldb.ContextWithTx(ctx, tx))
+	working = false
 	if err != nil {
-		return Result{}, err
+		ended = true
+		return Result{}, s.undo(ctx, tx, claim, err)
 	}
 	if len(outputs) > 0 {
 		if err := s.insertOutputs(ctx, tx, claim, outputs); err != nil {
 			if errors.Is(err, sql.ErrTxDone) && ctx.Err() == nil {
 				return Result{}, ErrTxEnded
 			}
-			return Result{}, fmt.Errorf("deduplicator: store outputs: %w", err)
+			ended = true
+			return Result{}, s.undo(ctx, tx, claim, fmt.Errorf("deduplicator: store outputs: %w", err))
 		}
 	}
 	if s.config.maxAttempts != nil {
@@ -191,6 +208,27 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 	return Result{Outcome: Processed, Outputs: outputs}, nil
 }
 
+// undo rolls back after the work's error, which it returns. Where the work has
+// ended the transaction before, it finds out whether the claim was committed.
+func (s *SQLStore) undo(ctx context.Context, tx *sql.Tx, claim Claim, cause error) error {
+	gone := false
+	if s.config.dialect == MySQL && (!sqldb.Transient(cause) || sqldb.LockTimeout(cause)) {
+		// DDL commits, and the driver does not know. The server refuses this
+		// statement within a transaction (MySQL manual, "SET TRANSACTION"). After a
+		// deadlock there is none, and a copy may have claimed the key by now.
+		_, err := tx.ExecContext(ctx, "SET TRANSACTION READ WRITE")
+		gone = err == nil
+	}
+	gone = errors.Is(tx.Rollback(), sql.ErrTxDone) || gone
+	if !gone || ctx.Err() != nil {
+		return cause
+	}
+	if _, known, _ := s.stored(ctx, nil, claim); known {
+		return fmt.Errorf("%w: %w", ErrClaimKept, cause)
+	}
+	return fmt.Errorf("%w: %w", ErrTxEnded, cause) // rolled back, as also by a deadlock on MySQL
+}
+
 func (s *SQLStore) claim(ctx context.Context, tx *sql.Tx, claim Claim) (isNew bool, err error) {
 	wait := ctx
 	if s.queries.unboundedClaim { // it ends with the context, and with it the connection
@@ -198,7 +236,7 @@ func (s *SQLStore) claim(ctx context.Context, tx *sql.Tx, claim Claim) (isNew bo
 		wait, cancel = context.WithTimeout(ctx, s.config.claimTimeout)
 		defer cancel()
 	}
-	args := s.queries.claimArgs(claim)
+	args := []any{sqldb.EncodeKey(claim.Consumer), sqldb.EncodeKey(claim.Key), claim.Fingerprint}
 	var result sql.Result
 	if s.claimStmt != nil {
 		result, err = tx.StmtContext(wait, s.claimStmt).ExecContext(wait, args...)

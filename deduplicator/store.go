@@ -75,17 +75,18 @@ type Store interface {
 	// Process runs work in a transaction that also records the claim and work's
 	// outputs, unless the claim is recorded already.
 	//
-	// When it returns an error nothing is durable, except for
-	// [ErrOutcomeUnknown] and [ErrTxEnded]. An error of work comes back as it was. Others are:
+	// When it returns an error nothing is durable, except for [ErrOutcomeUnknown],
+	// [ErrTxEnded] and [ErrClaimKept]. An error of work comes back as it was. Others are:
 	// [ErrInvalidClaim]; [ErrNoTime] and [ErrTooOld], of a store that deletes
 	// claims, before a transaction is opened; [ErrTooManyAttempts], of a store that
 	// counts them; [ErrConflict], the key is recorded with another
 	// fingerprint; [ErrInFlight], another transaction held the key for longer
 	// than the store waits; [ErrUnavailable], the database failed before work was
-	// called; [ErrNotCommitted], the commit was refused; [ErrTxEnded], work ended
-	// the transaction itself.
+	// called; [ErrNotCommitted], the commit was refused; [ErrTxEnded] and
+	// [ErrClaimKept], work ended the transaction itself.
 	//
-	// A panic or Goexit of work rolls back and goes on. The context governs the
+	// A panic or Goexit of work rolls back and goes on; a panic after work has
+	// committed the transaction itself goes on with an [ErrClaimKept]. The context governs the
 	// whole transaction: when it ends before the commit, everything rolls back.
 	Process(ctx context.Context, claim Claim, work Work) (Result, error)
 

@@ -5,6 +5,7 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"reflect"
 
 	"github.com/ThreeDotsLabs/watermill/message"
 
@@ -129,6 +130,12 @@ func Chain(links ...Link) ([]message.HandlerMiddleware, error) {
 		chain = append(chain, recoverer)
 	}
 	return chain, nil
+}
+
+// isNil also finds the nil pointer that a constructor returned with its error.
+func isNil(v any) bool {
+	value := reflect.ValueOf(v)
+	return !value.IsValid() || value.Kind() == reflect.Pointer && value.IsNil()
 }
 
 // Tx returns the transaction in which the message's key is claimed. It is

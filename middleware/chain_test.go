@@ -5,6 +5,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/middleware"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
@@ -43,6 +44,7 @@ func TestChainRefuses(t *testing.T) {
 		"no windows":          {links: []middleware.Link{deduplicate, middleware.RejectReplayed(nil), middleware.Stamp(nil)}, want: []string{"windows is nil", "producer is nil"}},
 		"twice":               {links: []middleware.Link{retry, retry}, want: []string{"WithRetry is there twice"}},
 		"no store, no key":    {links: []middleware.Link{middleware.Deduplicate(nil)}, want: []string{"store is nil", "WithKey"}},
+		"nil pointers":        {links: []middleware.Link{middleware.WithPoisonQueue((*publisher)(nil), "poison"), middleware.Deduplicate((*deduplicator.SQLStore)(nil), byEventID())}, want: []string{"publisher is nil", "store is nil"}},
 		"empty consumer":      {links: []middleware.Link{middleware.Deduplicate(store, byEventID(), middleware.WithConsumer(""))}, want: []string{"WithConsumer"}},
 		"no topic":            {links: []middleware.Link{middleware.WithPoisonQueue(nil, "")}, want: []string{"publisher is nil", "topic is empty"}},
 		"no retries":          {links: []middleware.Link{middleware.WithRetry(middleware.Retry{})}, want: []string{"MaxRetries: 0", "1"}},

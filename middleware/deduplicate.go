@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync/atomic"
 
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -76,7 +78,8 @@ func WithTime(time deduplicator.TimeFunc) DeduplicateOption {
 // message's key: see [deduplicator.Store]. A message whose key is claimed already
 // is acknowledged, its handler not called. Messages that the handler returns are
 // stored in the same transaction until the message is acknowledged, and returned
-// again, as they were, when a duplicate comes before that.
+// again, as they were, when a duplicate comes before that. A handler that has no
+// publisher any more leaves them to the [deduplicator.Relay].
 //
 // Everything that goes wrong rolls the transaction back: an error, a panic, a
 // Goexit, the end of the message's context. A message without a key and one with
@@ -84,7 +87,9 @@ func WithTime(time deduplicator.TimeFunc) DeduplicateOption {
 // [deduplicator.WithRetention], one that is too old and one of unknown age.
 //
 // The transaction is what [Tx] returns. Middlewares added after this one run
-// inside it.
+// inside it. What they and the handler change of the message itself (UUID, payload,
+// metadata) is undone after each attempt, so that a next one has the same key; in
+// the place of a message that the handler returns there is a copy with the changes.
 func Deduplicate(store deduplicator.Store, opts ...DeduplicateOption) Link {
 	d := &deduplicate{store: store, fingerprint: deduplicator.PayloadFingerprint, forget: &forgetter{store: store}}
 	d.time = deduplicator.TimeFromMetadata(ordering.PublishedAtMetadata)
@@ -92,7 +97,7 @@ func Deduplicate(store deduplicator.Store, opts ...DeduplicateOption) Link {
 		opt.applyDeduplicate(d)
 	}
 	errs := []error{d.err}
-	if store == nil {
+	if isNil(store) {
 		errs = append(errs, errors.New("store is nil"))
 	}
 	if d.key == nil {
@@ -111,21 +116,26 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 		if err != nil {
 			return nil, err
 		}
-		var produced []*message.Message // of the last attempt
 		state := deliveryFrom(ctx)
 		claim.Redelivered = state.unknown || msg.Metadata.Get(metadata.Redelivered) == "true"
-		payload := msg.Payload
+		state.claim = claim
+		uuid, payload, fields := msg.UUID, msg.Payload, maps.Clone(msg.Metadata)
+		defer func() { msg.UUID, msg.Payload, msg.Metadata = uuid, payload, fields }()
+		attempts := 0
 		result, err := d.store.Process(ctx, claim, func(txCtx context.Context) ([]deduplicator.Output, error) {
 			state.outcome = Processed
-			txCtx = context.WithValue(txCtx, claimKey{}, claim)
 			msg.SetContext(txCtx)
 			defer msg.SetContext(ctx)
-			msg.Payload = payload // an earlier attempt may have replaced it
-			var err error
+			if attempts++; attempts > 1 { // the one before may have changed it
+				msg.UUID, msg.Payload, msg.Metadata = uuid, payload, maps.Clone(fields)
+			}
 			reason := msg.Metadata.Get(watermillmw.ReasonForPoisonedKey)
-			if produced, err = h(msg); err != nil {
+			produced, err := h(msg)
+			if err != nil {
 				return nil, err
 			}
+			produced = apart(ctx, produced, msg)
+			state.produced = produced
 			if now := msg.Metadata.Get(watermillmw.ReasonForPoisonedKey); now != reason {
 				return nil, &parkedInside{reason: now}
 			}
@@ -134,27 +144,55 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 			}
 			return toOutputs(message.PublishTopicFromCtx(ctx), produced)
 		})
-		msg.Payload = payload
-		var parked *parkedInside
+		produced := state.produced
+		state.produced = nil
 		switch {
-		case errors.As(err, &parked):
-			state.parked = parked
-			return nil, nil
-		case errors.Is(err, ordering.ErrStale):
-			state.outcome = Stale
-			return nil, nil
 		case err != nil:
-			state.unknown = state.unknown || errors.Is(err, deduplicator.ErrOutcomeUnknown)
-			return nil, err
+			return nil, state.failed(err)
 		case result.Outcome == deduplicator.Duplicate:
 			state.outcome = Duplicate
-			produced = fromOutputs(result.Outputs)
+			if message.PublishTopicFromCtx(ctx) != "" { // otherwise the Router would refuse them each time
+				produced = fromOutputs(result.Outputs)
+			}
 		}
 		if len(produced) > 0 {
 			d.forget.afterAck(msg, claim)
 		}
 		return produced, nil
 	}
+}
+
+// apart returns produced with a copy of msg in its place, so that giving msg back
+// as it came does not change what is published.
+func apart(ctx context.Context, produced []*message.Message, msg *message.Message) []*message.Message {
+	i := slices.Index(produced, msg)
+	if i < 0 {
+		return produced
+	}
+	output := msg.Copy()
+	output.SetContext(ctx)
+	produced = slices.Clone(produced)
+	for ; i < len(produced); i++ {
+		if produced[i] == msg {
+			produced[i] = output
+		}
+	}
+	return produced
+}
+
+// failed returns what is left of an error of Process.
+func (d *delivery) failed(err error) error {
+	var parked *parkedInside
+	switch {
+	case errors.As(err, &parked):
+		d.parked = parked
+		return nil
+	case errors.Is(err, ordering.ErrStale):
+		d.outcome = Stale
+		return nil
+	}
+	d.unknown = d.unknown || errors.Is(err, deduplicator.ErrOutcomeUnknown)
+	return err
 }
 
 // parkedInside rolls back what a handler wrote before Watermill's own PoisonQueue,
@@ -194,22 +232,14 @@ func (d *deduplicate) reserve(consumer, handler, topic string) error {
 	store, ok := d.store.(interface {
 		Reserve(consumer, owner string) error
 	})
-	owner := [2]string{handler, topic}
-	if last := d.owner.Load(); !ok || last != nil && *last == owner {
+	if last := d.owner.Load(); !ok || last != nil && *last == [2]string{handler, topic} {
 		return nil
 	}
 	if err := store.Reserve(consumer, fmt.Sprintf("handler %q of topic %q", handler, topic)); err != nil {
 		return fmt.Errorf("%w: %w", ErrNoConsumer, err)
 	}
-	d.owner.Store(&owner)
+	d.owner.Store(&[2]string{handler, topic})
 	return nil
-}
-
-type claimKey struct{}
-
-func claimFrom(ctx context.Context) (deduplicator.Claim, bool) {
-	claim, ok := ctx.Value(claimKey{}).(deduplicator.Claim)
-	return claim, ok
 }
 
 func toOutputs(topic string, produced []*message.Message) ([]deduplicator.Output, error) {

@@ -341,6 +341,27 @@ func TestOutputsWithoutPublisher(t *testing.T) {
 	}
 }
 
+// A handler that returned messages before it was deployed without a publisher: what
+// is still stored must not make its messages come back for ever.
+func TestStoredOutputsWithoutPublisher(t *testing.T) {
+	t.Parallel()
+	store := newMemoryStore()
+	chain, err := middleware.Chain(middleware.Deduplicate(store, byEventID(), middleware.WithConsumer("stock")))
+	if err != nil {
+		t.Fatal(err)
+	}
+	handler := message.HandlerFunc(func(*message.Message) ([]*message.Message, error) { return nil, nil })
+	for _, mw := range slices.Backward(chain) {
+		handler = mw(handler)
+	}
+	msg := newMessage("a", "1")
+	defer msg.Ack()
+	store.claims["stock/a"] = &record{deduplicator.PayloadFingerprint(msg), []deduplicator.Output{{Topic: "reserved", UUID: "x"}}}
+	if produced, err := handler(msg); err != nil || len(produced) > 0 {
+		t.Errorf("got %v and %v, which the Router can't publish", produced, err)
+	}
+}
+
 // A handler that replaces the payload must not make its own message look like
 // another one when it is delivered again.
 func TestPayloadIsGivenBack(t *testing.T) {
@@ -359,6 +380,61 @@ func TestPayloadIsGivenBack(t *testing.T) {
 		b.until(func() bool { return len(b.outputs.sent("reserved")) > 0 })
 		want(t, "outcomes", b.events.outcomes(), []middleware.Outcome{"processed", "duplicate"})
 	})
+}
+
+// A handler that changes its message and fails must not run under another key when
+// it is tried again: the copy with the true key would run too.
+func TestMessageIsGivenBack(t *testing.T) {
+	t.Parallel()
+	calls := 0
+	run(t, full, func(msg *message.Message) ([]*message.Message, error) {
+		calls++
+		if got := msg.Metadata.Get("event_id") + " " + msg.UUID + " " + string(msg.Payload); got != "a uuid-a 1" {
+			t.Errorf("call %d got %q", calls, got)
+		}
+		msg.Metadata.Set("event_id", "changed")
+		msg.UUID, msg.Payload = "changed", []byte("changed")
+		switch calls {
+		case 1:
+			return nil, errors.New("again")
+		case 2:
+			panic("again")
+		}
+		return nil, nil
+	}, func(b *bench) {
+		b.deliver(t, newMessage("a", "1"))
+		b.until(func() bool { return slices.Contains(b.events.outcomes(), middleware.Processed) })
+		b.deliver(t, newMessage("a", "1"))
+		want(t, "outcomes", b.events.outcomes(), []middleware.Outcome{"retried", "retried", "processed", "duplicate"})
+	})
+}
+
+// A handler that returns its own message, changed: what is published is what is
+// stored, at the first time and after a publish that failed.
+func TestHandlerReturnsItsMessage(t *testing.T) {
+	t.Parallel()
+	for _, failures := range []int{0, 1} {
+		run(t, full, func(msg *message.Message) ([]*message.Message, error) {
+			msg.Payload = []byte("changed")
+			msg.UUID = "changed"
+			msg.Metadata.Set("event_id", "changed")
+			return []*message.Message{msg, message.NewMessage("x", nil), msg}, nil
+		}, func(b *bench) {
+			b.outputs.fail = func(_ string, n int) error {
+				if n <= failures {
+					return errors.New("broker is down")
+				}
+				return nil
+			}
+			b.deliver(t, newMessage("a", "1"))
+			b.until(func() bool { return len(b.outputs.sent("reserved")) > 0 })
+			for i, msg := range b.outputs.sent("reserved") {
+				if got := msg.Metadata.Get("event_id") + " " + msg.UUID + " " + string(msg.Payload); i != 1 && got != "changed changed changed" {
+					t.Errorf("after %d failures, published %q", failures, got)
+				}
+			}
+		})
+	}
 }
 
 func TestPartitionStampsOutputs(t *testing.T) {

@@ -31,7 +31,8 @@ func (e *permanentError) Unwrap() error { return e.err }
 // was marked with [Permanent], or it is about a message that has no key, no
 // version, no partition key, a part of a producer's number, or the key or version
 // of another one, that is too old or of unknown age for a store with a retention,
-// that was tried too often, or that comes from a producer that was replaced.
+// that was tried too often, that comes from a producer that was replaced, or whose
+// handler committed the transaction itself before it failed.
 func IsPermanent(err error) bool {
 	var marked *permanentError
 	if errors.As(err, &marked) {
@@ -39,7 +40,7 @@ func IsPermanent(err error) bool {
 	}
 	for _, target := range []error{
 		deduplicator.ErrNoKey, deduplicator.ErrInvalidClaim, deduplicator.ErrConflict,
-		deduplicator.ErrNoTime, deduplicator.ErrTooOld, deduplicator.ErrTooManyAttempts,
+		deduplicator.ErrNoTime, deduplicator.ErrTooOld, deduplicator.ErrTooManyAttempts, deduplicator.ErrClaimKept,
 		ordering.ErrInvalidVersion, ordering.ErrVersionConflict, ordering.ErrInvalidKey,
 		ordering.ErrFenced, ordering.ErrInvalidStamp,
 	} {

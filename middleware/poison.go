@@ -34,7 +34,7 @@ const unkeyed = "unkeyed"
 // topic must exist on the broker: see Declare of ordering.Broker.
 func WithPoisonQueue(pub message.Publisher, topic string) Link {
 	link := Link{name: "WithPoisonQueue", rank: rankPoisonQueue}
-	if pub == nil {
+	if isNil(pub) {
 		link.err = errors.New("publisher is nil")
 	}
 	if topic == "" {

@@ -32,8 +32,7 @@ func RejectReplayed(windows *ordering.Windows) Link {
 		return func(msg *message.Message) ([]*message.Message, error) {
 			ctx := msg.Context()
 			tx, ok := Tx(ctx)
-			claim, claimed := claimFrom(ctx)
-			if !ok || !claimed {
+			if !ok {
 				return nil, errors.New("middleware: RejectReplayed needs a store on database/sql around it")
 			}
 			state := deliveryFrom(ctx)
@@ -45,7 +44,7 @@ func RejectReplayed(windows *ordering.Windows) Link {
 			if !numbered {
 				return h(msg)
 			}
-			result, err := windows.ApplyTx(ctx, tx, claim.Consumer, stamp)
+			result, err := windows.ApplyTx(ctx, tx, state.claim.Consumer, stamp)
 			if err != nil {
 				return nil, err
 			}

@@ -65,9 +65,9 @@ func RejectStale(versions *ordering.Versions, opts ...RejectStaleOption) Link {
 func (r *rejectStale) middleware(h message.HandlerFunc) message.HandlerFunc {
 	return func(msg *message.Message) ([]*message.Message, error) {
 		ctx := msg.Context()
+		d := deliveryFrom(ctx)
 		tx, ok := Tx(ctx)
-		claim, claimed := claimFrom(ctx)
-		if !ok || !claimed {
+		if !ok {
 			return nil, errors.New("middleware: RejectStale needs a store on database/sql around it")
 		}
 		topic := message.SubscribeTopicFromCtx(ctx)
@@ -83,16 +83,16 @@ func (r *rejectStale) middleware(h message.HandlerFunc) message.HandlerFunc {
 			return nil, Permanent(err)
 		}
 		result, err := r.versions.ApplyTx(ctx, tx, ordering.Event{
-			Consumer:    claim.Consumer,
+			Consumer:    d.claim.Consumer,
 			Entity:      entity,
 			Version:     version,
-			Fingerprint: claim.Fingerprint,
+			Fingerprint: d.claim.Fingerprint,
 		})
 		if err != nil {
 			return nil, err
 		}
 		if result == ordering.Stale {
-			deliveryFrom(ctx).outcome = Stale
+			d.outcome = Stale
 			return nil, nil // the claim is committed: a copy is a duplicate
 		}
 		return h(msg)

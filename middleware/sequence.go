@@ -112,11 +112,10 @@ func (s *sequence) middleware(h message.HandlerFunc) message.HandlerFunc {
 		d := deliveryFrom(ctx)
 		d.sequenced.failed = false
 		tx, ok := Tx(ctx)
-		claim, claimed := claimFrom(ctx)
-		if !ok || !claimed {
+		if !ok {
 			return nil, errors.New("middleware: Sequence needs a store on database/sql around it")
 		}
-		event, err := s.event(ctx, msg, claim)
+		event, err := s.event(ctx, msg, d.claim)
 		if err != nil {
 			return nil, err
 		}

@@ -4,7 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
+	"slices"
+	"sync"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -50,7 +53,23 @@ type Releaser struct {
 	store    deduplicator.Store
 	sequence *ordering.Sequence
 	config   ReleaserConfig
+
+	mu     sync.Mutex        // guards unsent
+	unsent map[string]unsent // by the claim's key
 }
+
+// unsent is what a committed transaction released and the publisher refuses. Its
+// entity waits until it is published.
+type unsent struct {
+	entity  string
+	claim   deduplicator.Claim
+	outputs []deduplicator.Output
+}
+
+const (
+	publishTries = 5   // in a row
+	maxUnsent    = 100 // transactions
+)
 
 // NewReleaser returns a Releaser; store is the one of Deduplicate. It returns
 // [ErrInvalidOption].
@@ -61,7 +80,7 @@ func NewReleaser(store deduplicator.Store, sequence *ordering.Sequence, config R
 			errs = append(errs, errors.New("NewReleaser: "+text))
 		}
 	}
-	check(store != nil, "store is nil")
+	check(!isNil(store), "store is nil")
 	check(sequence != nil, "sequence is nil")
 	check(config.Consumer != "", "Consumer is empty")
 	check(config.Handler != nil, "Handler is nil")
@@ -76,7 +95,7 @@ func NewReleaser(store deduplicator.Store, sequence *ordering.Sequence, config R
 	if config.Interval == 0 {
 		config.Interval = DefaultReleaseInterval
 	}
-	return &Releaser{store, sequence, config}, nil
+	return &Releaser{store: store, sequence: sequence, config: config, unsent: make(map[string]unsent)}, nil
 }
 
 // Run makes a pass, see [Releaser.Release], and then one after each interval until
@@ -96,12 +115,13 @@ func (r *Releaser) Run(ctx context.Context) error {
 // of as many messages as [ordering.WithReleaseBatch] allows, what can be
 // processed. An entity whose transaction fails is left to the next pass.
 //
-// What the handler returned is published after the commit, tried again until ctx
-// ends. Outputs that are not published by then stay stored like those of a message
-// that is not delivered again. They may be published after those of a later event
-// that a consumer has processed meanwhile.
+// What the handler returned is published after the commit. Where the publisher
+// refuses it, its entity waits and each pass tries it again; 100 such entities stop
+// all others. Outputs that are not published when the process ends stay stored like
+// those of a message that is not delivered again. They may be published after those
+// of a later event that a consumer has processed meanwhile.
 func (r *Releaser) Release(ctx context.Context) error {
-	var errs []error
+	errs := r.publishUnsent(ctx)
 	for after := ""; ; {
 		entities, err := r.sequence.Due(ctx, r.config.Consumer, after)
 		if err != nil {
@@ -111,15 +131,46 @@ func (r *Releaser) Release(ctx context.Context) error {
 			return errors.Join(errs...)
 		}
 		for _, entity := range entities {
+			after = entity
+			waits, full := r.waits(entity)
+			if full {
+				return errors.Join(errs...)
+			}
+			if waits {
+				continue
+			}
 			if err := r.entity(ctx, entity); err != nil {
 				errs = append(errs, fmt.Errorf("release entity %q: %w", entity, err))
 			}
 			if ctx.Err() != nil {
 				return errors.Join(append(errs, ctx.Err())...)
 			}
-			after = entity
 		}
 	}
+}
+
+// publishUnsent tries once more what could not be published.
+func (r *Releaser) publishUnsent(ctx context.Context) (errs []error) {
+	r.mu.Lock()
+	again := slices.Collect(maps.Values(r.unsent))
+	r.mu.Unlock()
+	for _, u := range again {
+		if err := r.publish(ctx, u, 1); err != nil {
+			errs = append(errs, fmt.Errorf("release entity %q: %w", u.entity, err))
+		}
+	}
+	return errs
+}
+
+// waits reports whether something of entity is not published yet, and whether so
+// much is that nothing more can be released.
+func (r *Releaser) waits(entity string) (waits, full bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, u := range r.unsent {
+		waits = waits || u.entity == entity
+	}
+	return waits, len(r.unsent) >= maxUnsent
 }
 
 // errNothingToRelease rolls back: another instance was faster.
@@ -139,7 +190,7 @@ func (r *Releaser) transaction(ctx context.Context, entity string) (progress boo
 	started := time.Now()
 	// The parked rows guarantee that each is processed once; the claim is there
 	// because the store keeps outputs under one.
-	claim := deduplicator.Claim{Consumer: r.config.Consumer, Key: "ordering release " + watermill.NewUUID()}
+	claim := deduplicator.Claim{Consumer: r.config.Consumer, Key: "ordering release " + watermill.NewUUID(), Time: started}
 	var notices []ordering.SequenceNotice
 	result, err := r.store.Process(ctx, claim, func(ctx context.Context) ([]deduplicator.Output, error) {
 		tx, ok := Tx(ctx)
@@ -173,21 +224,30 @@ func (r *Releaser) transaction(ctx context.Context, entity string) (progress boo
 		r.notify(ctx, event)
 	}
 	last := notices[len(notices)-1].Kind
-	return last != ordering.ReleaseFailed && last != ordering.Blocked, r.publish(ctx, claim, result.Outputs)
+	return last != ordering.ReleaseFailed && last != ordering.Blocked, r.publish(ctx, unsent{entity, claim, result.Outputs}, publishTries)
 }
 
-func (r *Releaser) publish(ctx context.Context, claim deduplicator.Claim, outputs []deduplicator.Output) error {
-	if len(outputs) == 0 {
+// publish publishes u and forgets it. What the publisher refuses is kept in r.unsent.
+func (r *Releaser) publish(ctx context.Context, u unsent, tries int) error {
+	if len(u.outputs) == 0 {
 		return nil
 	}
-	for wait := nackPause; ; wait = min(2*wait, DefaultMaxInterval) {
-		err := r.config.Publisher.Publish(r.config.Topic, fromOutputs(outputs)...)
+	for wait := nackPause; ; wait *= 2 {
+		err := r.config.Publisher.Publish(r.config.Topic, fromOutputs(u.outputs)...)
+		r.mu.Lock()
 		if err == nil {
-			return r.store.Forget(ctx, claim)
+			delete(r.unsent, u.claim.Key)
+		} else {
+			r.unsent[u.claim.Key] = u
 		}
-		r.notify(ctx, Event{Outcome: Retried, Attempt: 1, Err: fmt.Errorf("publish to %q: %w", r.config.Topic, err)})
-		if !sqldb.Pause(ctx, wait) {
-			return fmt.Errorf("publish to %q: %w", r.config.Topic, err)
+		r.mu.Unlock()
+		if err == nil {
+			return r.store.Forget(ctx, u.claim)
+		}
+		err = fmt.Errorf("publish to %q: %w", r.config.Topic, err)
+		r.notify(ctx, Event{Outcome: Retried, Attempt: 1, Err: err})
+		if tries--; tries == 0 || !sqldb.Pause(ctx, wait) {
+			return err
 		}
 	}
 }

@@ -30,6 +30,8 @@ type Broker interface {
 	// group. Messages of one shard are delivered one at a time, the next one
 	// after the ack. A topic can be subscribed once per Broker: two handlers
 	// that both need all messages of a topic are two groups, so two Brokers.
+	// Closing it, which a Router does when it is closed, ends all subscriptions of
+	// the Broker for good: two Routers are two Brokers.
 	Subscriber() message.Subscriber
 
 	// Close stops taking messages, waits for running handlers up to the

@@ -291,8 +291,7 @@ type Sequence struct {
 	db      *sql.DB
 	config  *sequenceConfig
 	queries sequenceQueries
-
-	advanceStmt *sql.Stmt // nil where the driver keeps prepared statements itself
+	advance statement
 }
 
 // NewSequence returns the sequences that are kept in db, the database of the
@@ -321,10 +320,9 @@ func NewSequence(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Seque
 		return nil, fmt.Errorf("%w: %w", ErrSchema, err)
 	}
 	s := &Sequence{db: db, config: cfg, queries: newSequenceQueries(cfg)}
-	if dialect != PostgreSQL { // see deduplicator.NewSQLStore
-		if s.advanceStmt, err = db.PrepareContext(ctx, s.queries.advance); err != nil {
-			return nil, fmt.Errorf("ordering: %w", err)
-		}
+	s.advance.text = s.queries.advance
+	if err := s.advance.prepare(ctx, db, dialect); err != nil {
+		return nil, fmt.Errorf("ordering: %w", err)
 	}
 	return s, nil
 }

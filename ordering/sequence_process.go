@@ -84,14 +84,7 @@ func (s *Sequence) ProcessTx(ctx context.Context, tx *sql.Tx, d SequencedDeliver
 
 // advance is the whole work for an event that is next while nothing is parked.
 func (t *sequenceTx) advance(ctx context.Context, e SequencedEvent) (bool, error) {
-	args := []any{e.Seq, e.Fingerprint, t.consumer, t.entity, e.Epoch, e.Seq - 1}
-	var result sql.Result
-	var err error
-	if t.advanceStmt != nil {
-		result, err = t.tx.StmtContext(ctx, t.advanceStmt).ExecContext(ctx, args...)
-	} else {
-		result, err = t.tx.ExecContext(ctx, t.queries.advance, args...)
-	}
+	result, err := t.Sequence.advance.exec(ctx, t.tx, e.Seq, e.Fingerprint, t.consumer, t.entity, e.Epoch, e.Seq-1)
 	if err != nil {
 		return false, err
 	}

@@ -49,9 +49,8 @@ type Event struct {
 // entity. It is safe for concurrent use.
 type Versions struct {
 	dialect Dialect
-	advance string
+	advance statement
 	current string
-	stmt    *sql.Stmt // of advance; nil where the driver keeps prepared statements itself
 }
 
 // VersionsOption configures [Versions].
@@ -156,11 +155,9 @@ func NewVersions(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Versi
 		return nil, fmt.Errorf("%w: %w", ErrSchema, err)
 	}
 	v := &Versions{dialect: dialect}
-	v.advance, v.current = cfg.queries()
-	if dialect != PostgreSQL { // see deduplicator.NewSQLStore
-		if v.stmt, err = db.PrepareContext(ctx, v.advance); err != nil {
-			return nil, fmt.Errorf("ordering: %w", err)
-		}
+	v.advance.text, v.current = cfg.queries()
+	if err := v.advance.prepare(ctx, db, dialect); err != nil {
+		return nil, fmt.Errorf("ordering: %w", err)
 	}
 	return v, nil
 }
@@ -209,14 +206,7 @@ func (v *Versions) ApplyTx(ctx context.Context, tx *sql.Tx, event Event) (Versio
 		return 0, fmt.Errorf("%w: %d is negative", ErrInvalidVersion, event.Version)
 	}
 	consumer, entity := sqldb.EncodeKey(event.Consumer), sqldb.EncodeKey(event.Entity)
-	args := []any{consumer, entity, event.Version, event.Fingerprint}
-	var result sql.Result
-	var err error
-	if v.stmt != nil {
-		result, err = tx.StmtContext(ctx, v.stmt).ExecContext(ctx, args...)
-	} else {
-		result, err = tx.ExecContext(ctx, v.advance, args...)
-	}
+	result, err := v.advance.exec(ctx, tx, consumer, entity, event.Version, event.Fingerprint)
 	if err != nil {
 		return 0, fmt.Errorf("ordering: apply version: %w", err)
 	}

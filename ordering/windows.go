@@ -117,19 +117,6 @@ type Windows struct {
 	guesses guesses
 }
 
-// statement is one that is prepared where the driver does not do that itself.
-type statement struct {
-	text string
-	stmt *sql.Stmt
-}
-
-func (s statement) exec(ctx context.Context, tx *sql.Tx, args ...any) (sql.Result, error) {
-	if s.stmt != nil {
-		return tx.StmtContext(ctx, s.stmt).ExecContext(ctx, args...)
-	}
-	return tx.ExecContext(ctx, s.text, args...)
-}
-
 // NewWindows returns the windows that are kept in db, the database of the
 // handlers' transactions. It checks that the table is there: see [Migrate] and
 // [Schema]. ctx bounds that.
@@ -157,13 +144,8 @@ func NewWindows(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Window
 	}
 	w := &Windows{config: cfg, guesses: guesses{entries: map[streamID]window{}}}
 	w.prepare()
-	if dialect != PostgreSQL { // see deduplicator.NewSQLStore
-		for _, s := range []*statement{&w.insert, &w.swap} {
-			var err error
-			if s.stmt, err = db.PrepareContext(ctx, s.text); err != nil {
-				return nil, fmt.Errorf("ordering: %w", err)
-			}
-		}
+	if err := errors.Join(w.insert.prepare(ctx, db, dialect), w.swap.prepare(ctx, db, dialect)); err != nil {
+		return nil, fmt.Errorf("ordering: %w", err)
 	}
 	return w, nil
 }

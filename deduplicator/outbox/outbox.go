@@ -162,6 +162,9 @@ func batch(messages []*message.Message, first int) int {
 	size := 0
 	for i, msg := range messages[first:] {
 		size += len(msg.Payload)
+		for field, value := range msg.Metadata {
+			size += len(field) + len(value)
+		}
 		if i > 0 && (i == maxRows || size > maxBytes) {
 			return first + i
 		}

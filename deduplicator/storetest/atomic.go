@@ -156,3 +156,23 @@ func testEndTx(k *kit) {
 		}
 	}
 }
+
+func testEndTxAndFail(k *kit) {
+	cause := errors.New("planned")
+	for _, commit := range []bool{true, false} {
+		claim := k.claim(fmt.Sprintf("commit %v", commit))
+		_, err := k.process(claim, func(ctx context.Context) ([]deduplicator.Output, error) {
+			return nil, errors.Join(k.Write(ctx, k.effect(claim.Key)), k.EndTx(ctx, commit), cause)
+		})
+		want := deduplicator.ErrTxEnded
+		if commit {
+			want = deduplicator.ErrClaimKept
+		}
+		if !errors.Is(err, cause) || !errors.Is(err, want) {
+			k.Errorf("%s: error %v, want the work's and %v", claim.Key, err, want)
+		}
+		if !commit {
+			k.nothingDurable(claim, claim.Key)
+		}
+	}
+}

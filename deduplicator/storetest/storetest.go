@@ -100,6 +100,7 @@ var suite = []testCase{
 	{name: "a context that ends while a twin is waited for ends the wait", run: testContextInClaim},
 	{name: "B24 work that ignored a broken transaction is not committed", run: testBroken, needs: func(s Subject) bool { return s.Break != nil }},
 	{name: "work that ends the transaction is found out", run: testEndTx, needs: func(s Subject) bool { return s.EndTx != nil }},
+	{name: "work that ends the transaction and fails is found out", run: testEndTxAndFail, needs: func(s Subject) bool { return s.EndTx != nil }},
 
 	{name: "B18 a twin waits and is a duplicate when the first commits", run: testTwinDuplicate},
 	{name: "B18 a twin waits and runs when the first fails", run: testTwinRuns},

@@ -19,9 +19,6 @@ import (
 	"github.com/ThreeDotsLabs/watermill/message"
 )
 
-// ErrClosed is returned by Subscribe after Close.
-var ErrClosed = errors.New("drain: subscriber closed")
-
 // Subscriber is a message.Subscriber that stops in order. When the context of
 // a subscription ends or Close is called, it
 //
@@ -40,8 +37,9 @@ var ErrClosed = errors.New("drain: subscriber closed")
 //
 // A Subscriber is safe for concurrent use.
 type Subscriber struct {
-	inner   message.Subscriber
-	timeout time.Duration
+	inner     message.Subscriber
+	timeout   time.Duration
+	errClosed error
 
 	mu      sync.Mutex // guards closed, and subscriptions.Add against its Wait
 	closed  bool
@@ -53,9 +51,9 @@ type Subscriber struct {
 }
 
 // New returns inner with an orderly stop that takes up to timeout. A timeout of
-// zero waits for no handler.
-func New(inner message.Subscriber, timeout time.Duration) *Subscriber {
-	s := &Subscriber{inner: inner, timeout: timeout, closing: make(chan struct{})}
+// zero waits for no handler. Subscribe returns errClosed after Close.
+func New(inner message.Subscriber, timeout time.Duration, errClosed error) *Subscriber {
+	s := &Subscriber{inner: inner, timeout: timeout, errClosed: errClosed, closing: make(chan struct{})}
 	s.closeOnce = sync.OnceValue(s.close)
 	return s
 }
@@ -66,7 +64,7 @@ func (s *Subscriber) Subscribe(ctx context.Context, topic string) (<-chan *messa
 	s.mu.Lock()
 	if s.closed {
 		s.mu.Unlock()
-		return nil, ErrClosed
+		return nil, s.errClosed
 	}
 	s.subscriptions.Add(1)
 	s.mu.Unlock()

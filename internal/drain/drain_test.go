@@ -20,6 +20,8 @@ import (
 
 const timeout = 30 * time.Second
 
+var errClosed = errors.New("closed")
+
 // broker is an inner subscriber that behaves like watermill-kafka's: it derives
 // message contexts from the subscription's, needs time between the ack and the
 // moment that it is safe, resends after a nack, and gives up when its context
@@ -106,7 +108,7 @@ func TestStopWaitsForRunningHandlers(t *testing.T) {
 				ctx, cancel := context.WithCancel(t.Context())
 				defer cancel()
 				inner := newBroker(3)
-				sub := drain.New(inner, timeout)
+				sub := drain.New(inner, timeout, errClosed)
 				out := subscribe(ctx, t, sub)
 				first, second := <-out, <-out // the third waits inside
 				synctest.Wait()
@@ -140,7 +142,7 @@ func TestDeadlineEndsContexts(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				ctx, cancel := context.WithCancel(t.Context())
 				defer cancel()
-				sub := drain.New(newBroker(2), timeout)
+				sub := drain.New(newBroker(2), timeout, errClosed)
 				out := subscribe(ctx, t, sub)
 				stuck, done := <-out, <-out
 				done.Ack()
@@ -169,7 +171,7 @@ func TestStopWithNothingRunning(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				ctx, cancel := context.WithCancel(t.Context())
 				defer cancel()
-				sub := drain.New(newBroker(2), timeout)
+				sub := drain.New(newBroker(2), timeout, errClosed)
 				out := subscribe(ctx, t, sub)
 				synctest.Wait() // one message is taken, nobody reads it
 				begin := time.Now()
@@ -190,7 +192,7 @@ func TestNackedIsSettled(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		inner := newBroker(1)
-		sub := drain.New(inner, timeout)
+		sub := drain.New(inner, timeout, errClosed)
 		out := subscribe(t.Context(), t, sub)
 		msg := <-out
 		msg.Nack()
@@ -212,7 +214,7 @@ func TestWithdrawnMessageIsNotHandedOut(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		in := make(chan *message.Message)
-		sub := drain.New(channel(in), timeout)
+		sub := drain.New(channel(in), timeout, errClosed)
 		out := subscribe(t.Context(), t, sub)
 		ctx, withdraw := context.WithCancel(t.Context())
 		msg := message.NewMessageWithContext(ctx, "withdrawn", nil)
@@ -238,7 +240,7 @@ func TestLateMessagesAreNacked(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		in := make(chan *message.Message)
-		sub := drain.New(channel(in), timeout)
+		sub := drain.New(channel(in), timeout, errClosed)
 		ctx, cancel := context.WithCancel(t.Context())
 		out := subscribe(ctx, t, sub)
 		taken, late := message.NewMessage("taken", nil), message.NewMessage("late", nil)
@@ -258,15 +260,15 @@ func TestSubscribeErrors(t *testing.T) {
 	t.Parallel()
 	inner := newBroker(0)
 	inner.err = errors.New("no such topic")
-	sub := drain.New(inner, timeout)
+	sub := drain.New(inner, timeout, errClosed)
 	if _, err := sub.Subscribe(t.Context(), "topic"); !errors.Is(err, inner.err) {
 		t.Errorf("Subscribe = %v, want the inner error", err)
 	}
 	if err := sub.Close(); err != nil {
 		t.Errorf("Close = %v", err)
 	}
-	if _, err := sub.Subscribe(t.Context(), "topic"); !errors.Is(err, drain.ErrClosed) {
-		t.Errorf("Subscribe after Close = %v, want ErrClosed", err)
+	if _, err := sub.Subscribe(t.Context(), "topic"); !errors.Is(err, errClosed) {
+		t.Errorf("Subscribe after Close = %v, want errClosed", err)
 	}
 }
 
@@ -282,7 +284,7 @@ func TestRouterClose(t *testing.T) {
 	var cut, handled atomic.Int64
 	started := make(chan struct{}, 100)
 	release := make(chan struct{})
-	router.AddConsumerHandler("handler", "topic", drain.New(pubSub, timeout), func(msg *message.Message) error {
+	router.AddConsumerHandler("handler", "topic", drain.New(pubSub, timeout, errClosed), func(msg *message.Message) error {
 		started <- struct{}{}
 		select {
 		case <-release:

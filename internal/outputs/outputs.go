@@ -5,8 +5,6 @@ package outputs
 
 import (
 	"context"
-	"fmt"
-	"strings"
 
 	"github.com/ThreeDotsLabs/watermill/message"
 )
@@ -18,19 +16,15 @@ type stamper struct {
 	stamp     func(topic string, msg *message.Message) error
 }
 
-// WithStamp returns ctx for messages of the broker whose publisher is pub and
-// stamps what it publishes with stamp.
-func WithStamp(ctx context.Context, pub message.Publisher, stamp func(topic string, msg *message.Message) error) context.Context {
-	return context.WithValue(ctx, stamperKey{}, stamper{name(pub), stamp})
-}
-
-// name is pub's name as the Router gives it to message.PublisherNameFromCtx.
-func name(pub message.Publisher) string {
-	return strings.TrimLeft(fmt.Sprintf("%T", pub), "*")
+// WithStamp returns ctx for messages of a broker that stamps what it publishes with
+// stamp. publisher is what the publisher's String method returns, which is the name
+// that the Router gives to message.PublisherNameFromCtx.
+func WithStamp(ctx context.Context, publisher string, stamp func(topic string, msg *message.Message) error) context.Context {
+	return context.WithValue(ctx, stamperKey{}, stamper{publisher, stamp})
 }
 
 // Stamp stamps messages that a handler has returned, if its Router publishes them
-// with a publisher of the kind that its messages come from.
+// with the publisher of the broker that its messages come from.
 func Stamp(ctx context.Context, produced []*message.Message) error {
 	s, ok := ctx.Value(stamperKey{}).(stamper)
 	if !ok || s.publisher != message.PublisherNameFromCtx(ctx) {

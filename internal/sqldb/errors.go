@@ -1,7 +1,6 @@
 package sqldb
 
 import (
-	"errors"
 	"reflect"
 	"strings"
 )
@@ -23,50 +22,49 @@ const (
 // database undid or refused work because of other transactions, so that running
 // the whole transaction again may succeed. Only codes decide, never texts.
 func Transient(err error) bool {
-	state, number, code := codes(err)
-	switch state {
-	case "40001", "40P01", "55P03": // serialization_failure, deadlock_detected, lock_not_available
-		return true
-	}
-	switch number {
-	case mysqlLockWaitTimeout, mysqlDeadlock, mariadbSnapshot:
-		return true
-	}
-	return code == sqliteBusy || code == sqliteLocked
+	return walk(err, func(e error) bool {
+		state, number, code := codes(e)
+		switch state {
+		case "40001", "40P01", "55P03": // serialization_failure, deadlock_detected, lock_not_available
+			return true
+		}
+		switch number {
+		case mysqlLockWaitTimeout, mysqlDeadlock, mariadbSnapshot:
+			return true
+		}
+		return code == sqliteBusy || code == sqliteLocked
+	})
 }
 
 // LockTimeout reports whether err says that a row was locked by somebody else
 // for longer than the statement wanted to wait.
 func LockTimeout(err error) bool {
-	state, number, code := codes(err)
-	return state == "55P03" || number == mysqlLockWaitTimeout || code == sqliteBusy || code == sqliteLocked
+	return walk(err, func(e error) bool {
+		state, number, code := codes(e)
+		return state == "55P03" || number == mysqlLockWaitTimeout || code == sqliteBusy || code == sqliteLocked
+	})
 }
 
-// codes finds the SQLSTATE of a PostgreSQL driver, the error number of
-// go-sql-driver/mysql, or the primary result code of a SQLite driver in err's
-// chain. The latter two have no method that an interface could name, so they are
-// read by reflection.
-func codes(err error) (state string, number uint16, code int) {
-	var withState interface{ SQLState() string }
-	if errors.As(err, &withState) {
-		return withState.SQLState(), 0, 0
+// codes returns the SQLSTATE of a PostgreSQL driver's error, the error number of
+// go-sql-driver/mysql's, or the primary result code of a SQLite driver's, but not
+// those of what e wraps: an application's own errors around them may have methods
+// of the same names. The latter two have no method that an interface could name,
+// so they are read by reflection.
+func codes(e error) (state string, number uint16, code int) {
+	if e, ok := e.(interface{ SQLState() string }); ok { //nolint:errorlint // walk does it
+		return e.SQLState(), 0, 0
 	}
-	walk(err, func(e error) bool {
-		v := reflect.Indirect(reflect.ValueOf(e))
-		if !v.IsValid() {
-			return false
+	v := reflect.Indirect(reflect.ValueOf(e))
+	if !v.IsValid() {
+		return "", 0, 0
+	}
+	if v.Kind() == reflect.Struct && v.Type().Name() == "MySQLError" {
+		if f := v.FieldByName("Number"); f.IsValid() && f.CanUint() {
+			number = uint16(f.Uint())
 		}
-		if v.Kind() == reflect.Struct && v.Type().Name() == "MySQLError" {
-			if f := v.FieldByName("Number"); f.IsValid() && f.CanUint() {
-				number = uint16(f.Uint())
-			}
-			return true
-		}
-		if name := v.Type().PkgPath() + "." + v.Type().Name(); strings.Contains(strings.ToLower(name), "sqlite") {
-			code = sqliteCode(v, reflect.ValueOf(e))
-		}
-		return code != 0
-	})
+	} else if name := v.Type().PkgPath() + "." + v.Type().Name(); strings.Contains(strings.ToLower(name), "sqlite") {
+		code = sqliteCode(v, reflect.ValueOf(e))
+	}
 	return "", number, code
 }
 

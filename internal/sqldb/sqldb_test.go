@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
+	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb/testdata/sqlite3"
 )
 
 type stateError string
@@ -20,19 +21,25 @@ func (*MySQLError) Error() string { return "verrou" }
 
 // The shapes of SQLite drivers' errors; tests/store has the drivers' own.
 type (
-	sqliteError  int
-	sqliteCode   uint8
-	sqlitePlain  uint16
-	sqliteFields struct{ Code sqliteCode }
-	otherError   int
+	sqliteError int
+	sqlitePlain uint16
+	sqliteNil   struct{ Code int }
+	otherError  int
 )
 
-func (sqliteError) Error() string   { return "occupé" }
-func (e sqliteError) Code() int     { return int(e) }
-func (sqlitePlain) Error() string   { return "occupé" }
-func (*sqliteFields) Error() string { return "occupé" }
-func (otherError) Error() string    { return "not found" }
-func (e otherError) Code() int      { return int(e) }
+func (sqliteError) Error() string { return "occupé" }
+func (e sqliteError) Code() int   { return int(e) }
+func (sqlitePlain) Error() string { return "occupé" }
+func (*sqliteNil) Error() string  { return "occupé" }
+func (otherError) Error() string  { return "not found" }
+func (e otherError) Code() int    { return int(e) }
+
+// appError is an application's own error, with methods that drivers' have too.
+type appError struct{ error }
+
+func (e appError) Unwrap() error  { return e.error }
+func (appError) Code() int        { return 404 }
+func (appError) SQLState() string { return "" }
 
 // B28: a conflict is recognised by its code through wraps and joins, whatever
 // language the server speaks.
@@ -57,12 +64,12 @@ func TestTransientB28(t *testing.T) {
 		{sqliteError(19), false, false},
 		{sqlitePlain(517), true, true},
 		{sqlitePlain(19), false, false},
-		{&sqliteFields{6}, true, true},
-		{&sqliteFields{19}, false, false},
-		{(*sqliteFields)(nil), false, false},
+		{(*sqliteNil)(nil), false, false},
 		{otherError(5), false, false},
+		{sqlite3.Error{Code: 5}, true, true},
+		{sqlite3.Error{Code: 19}, false, false},
 	} {
-		for _, err := range []error{tt.err, wrap(tt.err), join(tt.err)} {
+		for _, err := range []error{tt.err, wrap(tt.err), join(tt.err), appError{tt.err}, wrap(appError{join(tt.err)})} {
 			if got := sqldb.Transient(err); got != tt.transient {
 				t.Errorf("Transient(%#v) = %v", err, got)
 			}

@@ -114,6 +114,8 @@ type Config struct {
 	TLS *tls.Config
 }
 
+func (c Config) publisherName() string { return "amqpshard.publisher(" + c.Group + ")" }
+
 func (c Config) withDefaults() Config {
 	setDefault(&c.Shards, DefaultShards)
 	setDefault(&c.DeliveryLimit, DefaultDeliveryLimit)

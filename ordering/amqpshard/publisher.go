@@ -58,6 +58,10 @@ func (p *publisher) Publish(topic string, messages ...*message.Message) error {
 	return results.error(err)
 }
 
+// String is the name that the Router knows the publisher by. It has the group,
+// because Brokers of several groups can have different Keys.
+func (p *publisher) String() string { return p.cfg.publisherName() }
+
 // Close does nothing, see [ordering.Broker].
 func (p *publisher) Close() error { return nil }
 

@@ -20,6 +20,12 @@ const (
 	minReconnectPause = 50 * time.Millisecond
 	maxReconnectPause = 5 * time.Second
 
+	// RabbitMQ 3 tells a consumer that its queue was deleted 10 to 30 ms after the
+	// fact. If the queue is there again by then, it makes the consumer one of the
+	// new queue instead, and then drops what that queue delivers: the shard stands
+	// still for as long as the channel lives.
+	redeclarePause = time.Second
+
 	// A nacked message comes back at once and counts towards the delivery limit.
 	// The pause before the nack makes the limit last through a short outage.
 	minNackPause = 10 * time.Millisecond
@@ -46,7 +52,7 @@ func (s *subscriber) Subscribe(ctx context.Context, topic string) (<-chan *messa
 	if err := checkTopic(s.cfg, topic); err != nil {
 		return nil, err
 	}
-	ctx = outputs.WithStamp(ctx, (*publisher)(nil), func(topic string, msg *message.Message) error {
+	ctx = outputs.WithStamp(ctx, s.cfg.publisherName(), func(topic string, msg *message.Message) error {
 		return ordering.StampKey(topic, msg, s.cfg.Key)
 	})
 	intake, stop := context.WithCancel(ctx)
@@ -217,6 +223,7 @@ func (s *subscription) watch(intake context.Context) {
 // consumer is one shard of a subscription.
 type consumer struct {
 	*subscription
+	shard    int
 	queue    string
 	drain    context.Context             // parent of the messages' contexts; ends when the drain timeout is over
 	pauses   *backoff.ExponentialBackOff // before the next attempt to consume
@@ -226,7 +233,7 @@ type consumer struct {
 func newConsumer(s *subscription, shard int, drain context.Context) *consumer {
 	pauses := backoff.NewExponentialBackOff()
 	pauses.InitialInterval, pauses.MaxInterval, pauses.Multiplier = minReconnectPause, maxReconnectPause, 2
-	return &consumer{subscription: s, queue: shardName(s.cfg, s.topic, shard), drain: drain, pauses: pauses}
+	return &consumer{subscription: s, shard: shard, queue: shardName(s.cfg, s.topic, shard), drain: drain, pauses: pauses}
 }
 
 // run consumes until the intake ends, whatever happens to the connection, the
@@ -244,6 +251,9 @@ func (c *consumer) run(intake context.Context) {
 			c.pauses.Reset()
 		}
 		pause := c.pauses.NextBackOff()
+		if missing {
+			pause = max(pause, redeclarePause)
+		}
 		c.logger.Error("Consumer of a shard interrupted", err, watermill.LogFields{"queue": c.queue, "retry_in": pause.String()})
 		wait(intake, pause)
 	}
@@ -259,7 +269,7 @@ func (c *consumer) consume(intake context.Context, missing bool) error {
 	if missing {
 		// The broker's lock keeps out other connections, not this one's shards.
 		c.declaring.Lock()
-		err := redeclare(intake, conn, c.cfg, c.topic)
+		err := redeclare(intake, conn, c.cfg, c.topic, c.shard)
 		c.declaring.Unlock()
 		if err != nil {
 			return err

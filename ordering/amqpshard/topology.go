@@ -65,7 +65,7 @@ func checkAndDeclare(ctx context.Context, conn *connection, cfg Config, topic st
 		err = checkShards(conn, cfg, topic)
 	}
 	if err == nil {
-		err = declareGroup(conn, cfg, topic)
+		err = declareGroup(conn, cfg, topic, allQueues)
 	}
 	if err == nil {
 		err = probe(ctx, cfg, topic)
@@ -83,14 +83,15 @@ func checkAndDeclare(ctx context.Context, conn *connection, cfg Config, topic st
 	return err
 }
 
-// redeclare declares what may have been deleted.
-func redeclare(ctx context.Context, conn *connection, cfg Config, topic string) error {
+// redeclare declares what may have been deleted, but of the shards' queues only
+// that of shard, whose consumer has waited for redeclarePause.
+func redeclare(ctx context.Context, conn *connection, cfg Config, topic string, shard int) error {
 	unlock, err := lock(ctx, conn, cfg, topic)
 	if err != nil {
 		return err
 	}
 	defer unlock()
-	if err := declareGroup(conn, cfg, topic); err != nil {
+	if err := declareGroup(conn, cfg, topic, shard); err != nil {
 		return err
 	}
 	return declareEntrance(conn, cfg, topic)
@@ -173,15 +174,18 @@ func isNotFound(err error) bool {
 	return errors.As(err, &refused) && refused.Code == amqp.NotFound
 }
 
+// allQueues stands for the queues of all shards.
+const allQueues = -1
+
 // declareGroup declares all that a group has on a topic but its binding to the
-// topic.
+// topic, and but the queues of other shards than the one given.
 //
 // The group's exchange does not lead to the shards' queues but to an exchange
 // for each. So a queue that is deleted moves no key, and the probe can see what
 // reaches a shard without putting anything into its queue: what matches no
 // binding of a shard's exchange, which is all but canaries, takes the alternate
 // exchange to the queue.
-func declareGroup(conn *connection, cfg Config, topic string) error {
+func declareGroup(conn *connection, cfg Config, topic string, only int) error {
 	ch, err := conn.Channel()
 	if err != nil {
 		return &TopologyError{"exchange", topic, err}
@@ -191,33 +195,27 @@ func declareGroup(conn *connection, cfg Config, topic string) error {
 	if err := declareUnrouted(ch, cfg, topic); err != nil {
 		return err
 	}
-	// The dead letter queue has a limit that is never reached, because RabbitMQ 4
-	// has a default limit of 20, and then drops.
 	dead, group, nowhere := deadQueue(cfg, topic), groupExchange(cfg, topic), alternate(unrouted(cfg, topic))
-	if err := declareQueue(ch, dead, amqp.QueueTypeQuorum, amqp.Table{"x-delivery-limit": int32(math.MaxInt32)}); err != nil {
-		return err
-	}
 	for shard := cfg.Shards - 1; shard >= 0; shard-- {
 		name, queue := shardName(cfg, topic, shard), queueExchange(cfg, topic, shard)
-		if err := declareQueue(ch, name, amqp.QueueTypeQuorum, amqp.Table{
-			amqp.SingleActiveConsumerArg: true,
-			"x-delivery-limit":           int32(cfg.DeliveryLimit),
-			"x-dead-letter-exchange":     "",
-			"x-dead-letter-routing-key":  dead,
-			"x-dead-letter-strategy":     "at-least-once",
-			amqp.QueueOverflowArg:        amqp.QueueOverflowRejectPublish, // at-least-once demands it
-		}); err != nil {
-			return err
-		}
 		if err := declareExchange(ch, queue, amqp.ExchangeFanout, nowhere); err != nil {
 			return err
 		}
-		if err := ch.QueueBind(name, "", queue, false, nil); err != nil {
-			return topologyError("binding", name, err)
+		if only == allQueues || only == shard {
+			if err := declareShardQueue(ch, cfg, name, dead, queue); err != nil {
+				return err
+			}
 		}
 		if err := declareExchange(ch, name, amqp.ExchangeHeaders, alternate(queue)); err != nil {
 			return err
 		}
+	}
+	// The dead letter queue has a limit that is never reached, because RabbitMQ 4
+	// has a default limit of 20, and then drops. It comes after the shards, because
+	// RabbitMQ 3.10.8 can forget the quorum queue that was declared last when it is
+	// killed under load: it is there again, empty, and never gets a leader.
+	if err := declareQueue(ch, dead, amqp.QueueTypeQuorum, amqp.Table{"x-delivery-limit": int32(math.MaxInt32)}); err != nil {
+		return err
 	}
 	if cfg.Routing == Slots {
 		return declareSlots(ch, cfg, topic, nowhere)
@@ -234,6 +232,24 @@ func declareGroup(conn *connection, cfg Config, topic string) error {
 		if err := ch.ExchangeBind(name, "1", group, false, nil); err != nil { // the key is the weight
 			return topologyError("binding", name, err)
 		}
+	}
+	return nil
+}
+
+// declareShardQueue declares the queue of a shard and binds it to its exchange.
+func declareShardQueue(ch *amqp.Channel, cfg Config, name, dead, exchange string) error {
+	if err := declareQueue(ch, name, amqp.QueueTypeQuorum, amqp.Table{
+		amqp.SingleActiveConsumerArg: true,
+		"x-delivery-limit":           int32(cfg.DeliveryLimit),
+		"x-dead-letter-exchange":     "",
+		"x-dead-letter-routing-key":  dead,
+		"x-dead-letter-strategy":     "at-least-once",
+		amqp.QueueOverflowArg:        amqp.QueueOverflowRejectPublish, // at-least-once demands it
+	}); err != nil {
+		return err
+	}
+	if err := ch.QueueBind(name, "", exchange, false, nil); err != nil {
+		return topologyError("binding", name, err)
 	}
 	return nil
 }

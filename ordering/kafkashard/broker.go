@@ -41,8 +41,8 @@ type Broker struct {
 	mu       sync.Mutex // guards declared
 	declared map[string]struct{}
 
-	transaction sync.Mutex // held by the one Publish that is in a transaction; guards fatal
-	fatal       error      // after which sarama's producer does nothing any more
+	transaction chan struct{} // holds a token while a transaction runs; guards fatal
+	fatal       error         // after which sarama's producer does nothing any more
 
 	sending   sync.RWMutex  // held by senders, and by who closes the producer
 	closed    chan struct{} // closed when nothing may be sent any more
@@ -76,9 +76,11 @@ func Open(ctx context.Context, cfg Config, logger watermill.LoggerAdapter) (*Bro
 		logger:   logger,
 		conn:     conn,
 		declared: map[string]struct{}{},
-		closed:   make(chan struct{}),
+
+		transaction: make(chan struct{}, 1),
+		closed:      make(chan struct{}),
 	}
-	b.subscriber = drain.New(&subscriber{broker: b, topics: map[string]struct{}{}}, cfg.DrainTimeout)
+	b.subscriber = drain.New(&subscriber{broker: b, topics: map[string]struct{}{}}, cfg.DrainTimeout, ErrClosed)
 	b.closeOnce = sync.OnceValue(b.shutdown)
 	return b, nil
 }

@@ -34,7 +34,8 @@ type Config struct {
 	// Shards is the number of partitions of a topic, 1 or more. A topic that
 	// does not exist is created with it, 0 creates [DefaultShards]. A topic
 	// that exists must have exactly that many, 0 accepts any: another count
-	// would move keys to other partitions.
+	// would move keys to other partitions. Publish refuses with a ShardCountError
+	// when partitions are added later.
 	Shards int
 
 	// Partitioner places keys on partitions; the zero value is
@@ -78,10 +79,17 @@ type Config struct {
 	DrainTimeout time.Duration
 
 	// Sarama, if not nil, adjusts the client's configuration: TLS, SASL, client
-	// id, session timeouts. Open fails if it leaves a value that contradicts
-	// the ordering or delivery guarantees.
+	// id, session timeouts, static membership (the group instance id is extended
+	// by the topic, because each topic has a member). Open fails if it leaves a
+	// value that contradicts the ordering or delivery guarantees.
+	//
+	// Set Producer.MaxMessageBytes (1,000,000 bytes by default) above what other
+	// producers of the consumed topics may send: a larger message can't be put into
+	// a poison queue, and its partition waits for ever.
 	Sarama func(*sarama.Config)
 }
+
+func (c Config) publisherName() string { return "kafkashard.publisher(" + c.Group + ")" }
 
 func (c Config) withDefaults() Config {
 	if c.ReplicationFactor == 0 {
@@ -162,7 +170,31 @@ func (c Config) saramaConfig() (*sarama.Config, error) {
 	if c.Partitioner.Validate() != nil {
 		return config, nil // validate has said so
 	}
-	return config, checkSarama(config, c)
+	err := checkSarama(config, c)
+	config.Producer.Partitioner = countedPartitioner(config.Producer.Partitioner, c.Shards)
+	return config, err
+}
+
+// countedPartitioner refuses messages for a topic that has come to another number
+// of partitions than want, unless that is 0: their keys would move.
+func countedPartitioner(constructor sarama.PartitionerConstructor, want int) sarama.PartitionerConstructor {
+	if want == 0 {
+		return constructor
+	}
+	return func(topic string) sarama.Partitioner { return counted{constructor(topic), topic, want} }
+}
+
+type counted struct {
+	sarama.Partitioner
+	topic string
+	want  int
+}
+
+func (c counted) Partition(msg *sarama.ProducerMessage, count int32) (int32, error) {
+	if int(count) != c.want {
+		return 0, &ShardCountError{Topic: c.topic, Have: int(count), Want: c.want}
+	}
+	return c.Partitioner.Partition(msg, count)
 }
 
 // saramaPartitioner is nil for a partitioner that is not valid.

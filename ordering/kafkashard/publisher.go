@@ -54,6 +54,10 @@ func (p publisher) Publish(topic string, messages ...*message.Message) error {
 	return nil
 }
 
+// String is the name that the Router knows the publisher by. It has the group,
+// because Brokers of several groups can have different Keys.
+func (p publisher) String() string { return p.broker.cfg.publisherName() }
+
 // Close does nothing: the Router closes a publisher that other handlers share.
 func (publisher) Close() error { return nil }
 

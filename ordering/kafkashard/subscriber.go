@@ -10,6 +10,7 @@ import (
 	"github.com/IBM/sarama"
 	"github.com/ThreeDotsLabs/watermill-kafka/v3/pkg/kafka"
 	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/cenkalti/backoff/v5"
 
 	"github.com/seed-2f56a981/watermill-idempotent/internal/outputs"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
@@ -19,6 +20,7 @@ const (
 	// While a nacked message waits, its partition waits: short, but no spin.
 	nackResendSleep     = 100 * time.Millisecond
 	reconnectRetrySleep = 200 * time.Millisecond
+	maxReconnectSleep   = 5 * time.Second
 )
 
 // subscriber runs one watermill-kafka subscriber, and so one group member, per
@@ -48,11 +50,15 @@ func (s *subscriber) subscribe(ctx context.Context, topic string) (<-chan *messa
 	if err := b.Declare(ctx, topic); err != nil {
 		return nil, err
 	}
-	sessions := &sessions{}
+	config := *b.config
+	if id := config.Consumer.Group.InstanceId; id != "" { // members with one id fence each other
+		config.Consumer.Group.InstanceId = id + "." + topic
+	}
+	sessions := newSessions(ctx)
 	inner, err := kafka.NewSubscriber(kafka.SubscriberConfig{
 		Brokers:               b.cfg.Brokers,
 		Unmarshaler:           Marshaler{},
-		OverwriteSaramaConfig: b.config,
+		OverwriteSaramaConfig: &config,
 		ConsumerGroup:         b.cfg.Group,
 		NackResendSleep:       nackResendSleep,
 		ReconnectRetrySleep:   reconnectRetrySleep,
@@ -61,7 +67,7 @@ func (s *subscriber) subscribe(ctx context.Context, topic string) (<-chan *messa
 	if err != nil {
 		return nil, fmt.Errorf("kafkashard: subscribe to topic %q: %w", topic, err)
 	}
-	ctx = outputs.WithStamp(ctx, b.Publisher(), func(topic string, msg *message.Message) error {
+	ctx = outputs.WithStamp(ctx, b.cfg.publisherName(), func(topic string, msg *message.Message) error {
 		return ordering.StampKey(topic, msg, b.cfg.Key)
 	})
 	in, err := inner.Subscribe(ctx, topic)
@@ -105,8 +111,22 @@ func (s *subscriber) release(topic string) {
 // watermill-kafka lets a tracer see its sessions, so this is one. A session
 // starts only when every message of the one before has been given back, so
 // the current session is the one of every message that is on its way.
+//
+// It also slows down attempts to join that fail at once, such as for a lack of
+// permission: watermill-kafka makes the next one immediately, with a new client
+// (190 a second were seen).
 type sessions struct {
 	current atomic.Pointer[session]
+
+	subscription <-chan struct{}
+	pauses       *backoff.ExponentialBackOff
+	attempted    bool // to join, without a session since; attempts follow each other
+}
+
+func newSessions(subscription context.Context) *sessions {
+	pauses := backoff.NewExponentialBackOff()
+	pauses.InitialInterval, pauses.MaxInterval, pauses.Multiplier = reconnectRetrySleep, maxReconnectSleep, 2
+	return &sessions{subscription: subscription.Done(), pauses: pauses}
 }
 
 type session struct {
@@ -121,21 +141,31 @@ func (s *sessions) forward(msg *message.Message, out chan<- *message.Message) {
 	context.AfterFunc(ctx, func() { unlink() }) // a session lives much longer than a message
 	msg.SetContext(ctx)
 
+	if session.Err() == nil {
+		select {
+		case out <- msg:
+			return
+		case <-ctx.Done():
+		}
+	}
 	// watermill-kafka resends a nacked message even when its session is over,
 	// and the rebalance waits for that. It marks no offset then, so an ack lets
-	// go of the message without losing it.
+	// go of the message without losing it. If the session is not over, the
+	// subscription is, and it lets go by itself: an ack could still be marked.
 	if session.Err() != nil {
-		msg.Ack()
-		return
-	}
-	select {
-	case out <- msg:
-	case <-ctx.Done():
 		msg.Ack()
 	}
 }
 
+// WrapConsumerGroupHandler is called before each attempt to join.
 func (s *sessions) WrapConsumerGroupHandler(h sarama.ConsumerGroupHandler) sarama.ConsumerGroupHandler {
+	if s.attempted {
+		select {
+		case <-time.After(s.pauses.NextBackOff()):
+		case <-s.subscription:
+		}
+	}
+	s.attempted = true
 	return sessionHandler{h, s}
 }
 
@@ -156,5 +186,7 @@ type sessionHandler struct {
 
 func (h sessionHandler) Setup(s sarama.ConsumerGroupSession) error {
 	h.sessions.current.Store(&session{s.Context()})
+	h.sessions.attempted = false
+	h.sessions.pauses.Reset()
 	return h.ConsumerGroupHandler.Setup(s)
 }

@@ -12,9 +12,18 @@ import (
 var errAborted = errors.New("transaction aborted")
 
 // publishTransaction sends records in one transaction. Its [PublishError] has all
-// of them in Unsent if the transaction was aborted, and in Unknown otherwise.
+// of them in Unsent if the transaction was aborted or not begun, and in Unknown
+// otherwise.
 func (b *Broker) publishTransaction(ctx context.Context, topic string, records []*sarama.ProducerMessage) error {
-	err := bounded(ctx, func() error { return b.transact(records) })
+	select { // a producer has one transaction at a time
+	case b.transaction <- struct{}{}:
+	case <-ctx.Done():
+		return &PublishError{Topic: topic, Unsent: uuids(records), Err: context.Cause(ctx)}
+	}
+	err := bounded(ctx, func() error {
+		defer func() { <-b.transaction }()
+		return b.transact(records)
+	})
 	switch {
 	case err == nil:
 		return nil
@@ -24,10 +33,8 @@ func (b *Broker) publishTransaction(ctx context.Context, topic string, records [
 	return &PublishError{Topic: topic, Unknown: uuids(records), Err: err}
 }
 
-// transact is one transaction. A producer has one at a time.
+// transact is one transaction.
 func (b *Broker) transact(records []*sarama.ProducerMessage) error {
-	b.transaction.Lock()
-	defer b.transaction.Unlock()
 	b.sending.RLock()
 	defer b.sending.RUnlock()
 	if b.isClosed() {

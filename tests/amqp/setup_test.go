@@ -181,6 +181,22 @@ func (f *fixture) eventuallyDepth(n int, queues ...string) {
 	require.Eventually(f, func() bool { return f.depth(queues...) == n }, timeout, minPoll, "%v", queues)
 }
 
+// eventuallyConsumed waits until the queues are there and have a consumer. A quorum
+// queue that is deleted just after it was declared can take the supervisor of all
+// dead letter workers down with it (seen on RabbitMQ 3.10.8).
+func (f *fixture) eventuallyConsumed(queues ...string) {
+	f.Helper()
+	for _, queue := range queues {
+		require.Eventually(f, func() (consumed bool) {
+			f.with(func(ch *amqp.Channel) {
+				state, err := ch.QueueDeclarePassive(queue, true, false, false, false, nil)
+				consumed = err == nil && state.Consumers > 0
+			})
+			return consumed
+		}, timeout, minPoll, queue)
+	}
+}
+
 func (f *fixture) subscribe(broker *amqpshard.Broker) <-chan *message.Message {
 	f.Helper()
 	messages, err := broker.Subscriber().Subscribe(f.Context(), f.topic)

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/IBM/sarama"
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kfake"
@@ -47,6 +48,29 @@ func TestShardCount(t *testing.T) {
 		require.NoError(t, anyCount.Declare(t.Context(), topic, fresh))
 		cfg.Shards = kafkashard.DefaultShards
 		require.NoError(t, open(t, cfg).Declare(t.Context(), fresh))
+	})
+}
+
+// Partitions that are added to a topic would move its keys: a publisher that has
+// declared it before refuses to go on, as soon as it knows.
+func TestPartitionsAreAdded(t *testing.T) {
+	t.Parallel()
+	onEach(t, func(t *testing.T, brokers []string) {
+		cfg, topic := config(brokers), unique("topic")
+		cfg.Sarama = func(c *sarama.Config) { c.Metadata.RefreshFrequency = 100 * time.Millisecond }
+		broker := open(t, cfg)
+		require.NoError(t, broker.Publisher().Publish(topic, newMessage("key", "")))
+		admin, err := sarama.NewClusterAdmin(brokers, sarama.NewConfig())
+		require.NoError(t, err)
+		defer admin.Close()
+		require.NoError(t, admin.CreatePartitions(topic, 6, nil, false))
+		require.Eventually(t, func() bool {
+			err = broker.Publisher().Publish(topic, newMessage("key", ""))
+			return err != nil
+		}, patience, 10*time.Millisecond)
+		var count *kafkashard.ShardCountError
+		require.ErrorAs(t, err, &count)
+		require.Equal(t, kafkashard.ShardCountError{Topic: topic, Have: 6, Want: 4}, *count)
 	})
 }
 
@@ -134,7 +158,7 @@ func TestClosedBroker(t *testing.T) {
 			require.NotErrorIs(t, err, kafkashard.ErrOutcomeUnknown)
 		}
 		_, err := broker.Subscriber().Subscribe(t.Context(), topic)
-		require.Error(t, err)
+		require.ErrorIs(t, err, kafkashard.ErrClosed)
 	})
 }
 

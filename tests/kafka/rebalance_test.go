@@ -6,8 +6,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/IBM/sarama"
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
@@ -110,6 +112,61 @@ func TestRebalanceEndsHandlerContext(t *testing.T) {
 			})
 		})
 	}
+}
+
+// Static membership (KIP-345): a Broker has a group member for each topic, and they
+// must not fence each other.
+func TestStaticMembership(t *testing.T) {
+	t.Parallel()
+	onEach(t, func(t *testing.T, brokers []string) {
+		cfg := config(brokers)
+		adjust := cfg.Sarama
+		cfg.Sarama = func(c *sarama.Config) {
+			adjust(c)
+			c.Consumer.Group.InstanceId = "instance"
+			c.Consumer.Group.Session.Timeout = 6 * time.Second
+		}
+		broker, topics := open(t, cfg), []string{unique("topic"), unique("topic")}
+		subscriptions := []<-chan *message.Message{subscribe(t, broker, topics[0]), subscribe(t, broker, topics[1])}
+		for range 3 {
+			for i, topic := range topics {
+				require.NoError(t, broker.Publisher().Publish(topic, series("key", 3)...))
+				require.Equal(t, []string{"1", "2", "3"}, payloads(take(t, subscriptions[i], 3)))
+			}
+		}
+	})
+}
+
+// A group that the client may not join is tried again with growing pauses, not at once,
+// and works as soon as it may.
+func TestRefusedJoin(t *testing.T) {
+	t.Parallel()
+	const attempts = 5
+	cluster := fake(t)
+	broker, topic := open(t, config(cluster.ListenAddrs())), unique("topic")
+	var refused []time.Time
+	done := make(chan struct{})
+	cluster.ControlKey(int16(kmsg.JoinGroup), func(request kmsg.Request) (kmsg.Response, error, bool) {
+		cluster.KeepControl()
+		if len(refused) == attempts {
+			return nil, nil, false
+		}
+		if refused = append(refused, time.Now()); len(refused) == attempts {
+			close(done)
+		}
+		response := request.ResponseKind()
+		response.(*kmsg.JoinGroupResponse).ErrorCode = int16(sarama.ErrGroupAuthorizationFailed)
+		return response, nil, true
+	})
+	messages := subscribe(t, broker, topic)
+	select {
+	case <-done:
+	case <-time.After(patience):
+		require.FailNow(t, "no further attempt")
+	}
+	require.Greater(t, refused[attempts-1].Sub(refused[0]), time.Second) // at least (0.2 + 0.4 + 0.8 + 1.6)/2
+	require.NoError(t, broker.Publisher().Publish(topic, newMessage("key", "1")))
+	take(t, messages, 1)
 }
 
 // orderLog checks deliveries of all members together.

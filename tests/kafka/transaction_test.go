@@ -1,12 +1,15 @@
 package kafka_test
 
 import (
+	"context"
 	"errors"
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/seed-2f56a981/watermill-idempotent/ordering/kafkashard"
 )
@@ -58,4 +61,28 @@ func TestTransactionalIDFencesTheOther(t *testing.T) {
 		require.NoError(t, second.Publisher().Publish(topic, newMessage("key", "goes on")))
 		require.Equal(t, []string{"first", "second", "goes on"}, payloads(take(t, subscribe(t, second, topic), 3)))
 	})
+}
+
+// B84: a Publish that ended while it waited for the one before it sends nothing
+// afterwards.
+func TestTransactionAfterItsTimeout(t *testing.T) {
+	t.Parallel()
+	cluster := fake(t)
+	cfg, topic := config(cluster.ListenAddrs()), unique("topic")
+	cfg.TransactionalID, cfg.PublishTimeout = unique("id"), 500*time.Millisecond
+	broker := open(t, cfg)
+	require.NoError(t, broker.Declare(t.Context(), topic))
+	held := make(chan struct{})
+	cluster.ControlKey(int16(kmsg.EndTxn), func(kmsg.Request) (kmsg.Response, error, bool) {
+		cluster.SleepControl(func() { <-held })
+		return nil, nil, false
+	})
+	for _, payload := range []string{"held", "waiting", "waiting"} {
+		err := broker.Publisher().Publish(topic, newMessage("key", payload))
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+	}
+	close(held)
+	publish := func() bool { return broker.Publisher().Publish(topic, newMessage("key", "later")) == nil }
+	require.Eventually(t, publish, patience, 10*time.Millisecond)
+	require.Equal(t, []string{"held", "later"}, payloads(take(t, subscribe(t, broker, topic), 2)))
 }

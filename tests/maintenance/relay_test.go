@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -576,6 +577,76 @@ func TestRefusedOutputHoldsUpItsPartition(t *testing.T) {
 		require.Equal(t, 3, flush(t, relay).Claims)
 		require.Equal(t, []string{"1-0", "4-0", "5-0", "6-0", "0-0", "2-0", "3-0"}, broker.uuids())
 	})
+}
+
+// However much is refused for good, what is not comes through, and in order.
+func TestManyRefusedOutputs(t *testing.T) {
+	t.Parallel()
+	each(t, testdb.Servers, func(t *testing.T, d testdb.Driver) {
+		db, store := open(t, d)
+		const refused = 230
+		put := func(name, entity string) {
+			output := outputs(name, 1)
+			output[0].Metadata[ordering.PartitionKeyMetadata] = entity
+			process(t, store, claimOf(name), output...)
+		}
+		for i := range refused {
+			put(fmt.Sprint("refused ", i), fmt.Sprint("refused ", i))
+		}
+		put("behind", "refused 0")
+		put("good", "other")
+		age(t, db, d)
+		var refuse atomic.Bool
+		refuse.Store(true)
+		broker := &broker{accept: func(_ string, msg *message.Message, _ int) error {
+			if refuse.Load() && strings.HasPrefix(msg.UUID, "refused") {
+				return errors.New("refused")
+			}
+			return nil
+		}}
+		relay := newRelay(t, store, broker)
+		for range 3 {
+			_, err := relay.Flush(t.Context())
+			require.ErrorContains(t, err, "refused")
+		}
+		require.Equal(t, []string{"good-0"}, broker.uuids())
+		refuse.Store(false)
+		flush(t, relay)
+		require.Zero(t, left(t, db))
+		got := broker.uuids()
+		require.Less(t, slices.Index(got, "refused 0-0"), slices.Index(got, "behind-0"))
+	})
+}
+
+// A broker that is slow to refuse one consumer's outputs does not keep those of the
+// others from being published.
+func TestSlowRefusalsOfOneConsumer(t *testing.T) {
+	t.Parallel()
+	db, store := open(t, testdb.SQLite)
+	for _, consumer := range []string{"a", "b", "c"} {
+		for i := range 3 {
+			output := outputs(fmt.Sprint(consumer, i), 1)
+			output[0].Topic = consumer
+			claim := claimOf(fmt.Sprint(i))
+			claim.Consumer = consumer
+			process(t, store, claim, output...)
+		}
+	}
+	age(t, db, testdb.SQLite)
+	const timeout = 200 * time.Millisecond
+	broker := &broker{accept: func(topic string, _ *message.Message, _ int) error {
+		if topic != "b" {
+			time.Sleep(timeout * 2 / 3) // no event: the broker takes its time
+			return errors.New("refused")
+		}
+		return nil
+	}}
+	relay := newRelay(t, store, broker, deduplicator.WithPublishTimeout(timeout))
+	for range 2 {
+		_, err := relay.Flush(t.Context())
+		require.ErrorContains(t, err, "refused")
+	}
+	require.Equal(t, []string{"b0-0", "b1-0", "b2-0"}, broker.uuids())
 }
 
 // A duplicate delivery re-emits and forgets while the relay publishes: nothing

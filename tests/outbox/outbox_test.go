@@ -421,6 +421,22 @@ func TestManyAndLargeMessages(t *testing.T) {
 	})
 }
 
+// More metadata than fits one packet.
+func TestLongMetadata(t *testing.T) {
+	t.Parallel()
+	f := setup(t, testdb.MySQL)
+	f.database.DSN += "?interpolateParams=true" // parameters are part of the packet
+	tx, err := f.database.Open(t).BeginTx(t.Context(), nil)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, tx.Rollback()) }()
+	messages := make([]*message.Message, 100) // 20 MB
+	for i := range messages {
+		messages[i] = message.NewMessageWithContext(deduplicator.ContextWithTx(t.Context(), tx), fmt.Sprint(i), nil)
+		messages[i].Metadata.Set("long", strings.Repeat("x", 200_000))
+	}
+	require.NoError(t, f.box.Publish("t", messages...))
+}
+
 // A connection pooler may not allow prepared statements.
 func TestSimpleProtocol(t *testing.T) {
 	t.Parallel()

@@ -213,6 +213,22 @@ func TestReleaseInBatches(t *testing.T) {
 	})
 }
 
+// What a releaser processes has no age: a store with a retention takes it too.
+func TestReleaserOfAStoreWithRetention(t *testing.T) {
+	t.Parallel()
+	each(t, testdb.Servers, func(t *testing.T, d testdb.Driver) {
+		k := newKit(t, d, ordering.WithReleaseBatch(1))
+		k.send(2, deferred)
+		k.send(3, deferred)
+		k.send(1, processed, released)
+		var err error
+		k.store, err = deduplicator.NewSQLStore(t.Context(), k.db, d.Dialect, deduplicator.WithRetention(deduplicator.MinRetention))
+		require.NoError(t, err)
+		k.release(released)
+		k.applied("e", series(1, 3)...)
+	})
+}
+
 // Releasers of two instances and consumers work on the same entities.
 func TestRunReleasesWhatIsLeft(t *testing.T) {
 	t.Parallel()
@@ -482,6 +498,57 @@ func TestOutputsOfReleasedMessages(t *testing.T) {
 		require.NoError(t, errors.Join(router.Close(), <-done, broker.Close()))
 	})
 }
+
+// What the publisher refuses for good holds up its entity, and only that.
+func TestRefusedOutputsOfReleasedMessages(t *testing.T) {
+	t.Parallel()
+	k := newKit(t, testdb.SQLite, ordering.WithReleaseBatch(1))
+	for _, entity := range []string{"a", "b"} {
+		k.sendAs(entity, 0, 2, deferred)
+		k.sendAs(entity, 0, 3, deferred)
+		k.sendAs(entity, 0, 4, deferred)
+		k.sendAs(entity, 0, 1, processed, released)
+	}
+	var refuse atomic.Bool
+	refuse.Store(true)
+	broker := publishFunc(func(messages []*message.Message) error {
+		if refuse.Load() && messages[0].Metadata.Get("entity") == "a" {
+			return errPlanned
+		}
+		return nil
+	})
+	releaser, err := middleware.NewReleaser(k.store, k.sequence, middleware.ReleaserConfig{
+		Consumer: consumer, Topic: "reserved", Publisher: broker,
+		Handler: func(msg *message.Message) ([]*message.Message, error) {
+			if _, err := k.handle(msg); err != nil {
+				return nil, err
+			}
+			out := message.NewMessage("out-"+msg.UUID, nil)
+			out.Metadata.Set("entity", msg.Metadata.Get("entity"))
+			return []*message.Message{out}, nil
+		},
+	})
+	require.NoError(t, err)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	for range 2 {
+		require.ErrorIs(t, releaser.Release(ctx), errPlanned)
+		k.applied("a", series(1, 3)...)
+		k.applied("b", series(1, 4)...)
+	}
+	refuse.Store(false)
+	require.NoError(t, releaser.Release(ctx))
+	k.applied("a", series(1, 4)...)
+	var stored int
+	require.NoError(t, k.db.QueryRowContext(ctx, "SELECT COUNT(*) FROM produced_messages").Scan(&stored))
+	require.Zero(t, stored)
+}
+
+// publishFunc is a publisher.
+type publishFunc func(messages []*message.Message) error
+
+func (f publishFunc) Publish(_ string, messages ...*message.Message) error { return f(messages) }
+func (publishFunc) Close() error                                           { return nil }
 
 // flaky fails as often as failures says.
 type flaky struct {

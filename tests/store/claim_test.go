@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -201,6 +202,24 @@ func TestOutputsOfManyStatements(t *testing.T) {
 			}
 		}
 	})
+}
+
+// MySQL refuses a packet that is too long, and go-sql-driver sends parameters as part
+// of the statement if its DSN says so.
+func TestOutputsWithLongMetadata(t *testing.T) {
+	t.Parallel()
+	database := testdb.Create(t, testdb.MySQL)
+	database.DSN += "?interpolateParams=true"
+	db := database.Open(t)
+	migrate(t, db, testdb.MySQL)
+	outputs := make([]deduplicator.Output, 100) // 20 MB
+	for i := range outputs {
+		outputs[i] = deduplicator.Output{Topic: "t", UUID: fmt.Sprint(i), Metadata: map[string]string{"long": strings.Repeat("x", 200_000)}}
+	}
+	_, err := newStore(t, db, testdb.MySQL).Process(t.Context(), claimOf("k"), func(context.Context) ([]deduplicator.Output, error) {
+		return outputs, nil
+	})
+	require.NoError(t, err)
 }
 
 // B29: above read committed the database refuses work on a hot row; all of it is

@@ -261,3 +261,24 @@ func TestServerThatDoesNotAnswer(t *testing.T) {
 		require.ErrorIs(t, err, deduplicator.ErrUnavailable)
 	})
 }
+
+// Where connections read what is not committed, the redelivery of a message that is
+// in work would be acknowledged as a duplicate, and the work may fail.
+func TestReadUncommittedIsRefused(t *testing.T) {
+	t.Parallel()
+	each(t, []testdb.Driver{testdb.MySQL, testdb.SQLite}, func(t *testing.T, d testdb.Driver) {
+		database := testdb.Create(t, d)
+		db := database.Open(t)
+		migrate(t, db, d)
+		if d.Dialect == deduplicator.SQLite {
+			database.DSN += "&cache=shared&_pragma=read_uncommitted(1)"
+		} else { // MariaDB and MySQL 8 have another name for it
+			var name, level string
+			require.NoError(t, db.QueryRowContext(t.Context(), "SHOW VARIABLES WHERE Variable_name IN ('tx_isolation', 'transaction_isolation')").Scan(&name, &level))
+			database.DSN += "?" + name + "=%27READ-UNCOMMITTED%27"
+		}
+		_, err := deduplicator.NewSQLStore(t.Context(), database.Open(t), d.Dialect)
+		require.ErrorIs(t, err, deduplicator.ErrInvalidOption)
+		require.ErrorContains(t, err, "read uncommitted")
+	})
+}
