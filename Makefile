@@ -12,7 +12,7 @@ MODULES  = . examples examples/querylayers tests
 
 ## test: all tests, with the race detector, on the real servers
 test:
-	$(SERVICES) run postgres mariadb amqp amqp4 kafka -- go test -race -count=1 -timeout 15m $(PACKAGES)
+	$(SERVICES) run postgres mariadb amqp amqp4 kafka redis -- go test -race -count=1 -timeout 15m $(PACKAGES)
 
 ## test-long: RabbitMQ killed under load, and more of what is random: kills (CRASH_CUTS per database, CRASH_SEED),
 ## runs against the model (PROPERTY_CHECKS times as many), keys (FUZZ_TIME)
@@ -34,10 +34,13 @@ test-matrix:
 test-fast:
 	go test -count=1 ./deduplicator/... ./internal/... ./middleware/... ./ordering/... ./examples/... ./examples/querylayers/...
 
-## bench: what the middlewares cost, as ratios against the same work by hand (with BENCH_LATENCY=1, at 1 ms per round trip)
+## bench: what the middlewares and brokers cost, as ratios against the same work by hand, the release of parked
+## messages, the choice of a shard, and known keys (with BENCH_LATENCY=1, at 1 ms per round trip to PostgreSQL and MariaDB)
 bench:
-	go test -run '^$$' -bench KnownKeys ./deduplicator
-	$(SERVICES) run postgres mariadb -- go test -run '^$$' -bench . -benchtime 100x ./tests/bench
+	$(SERVICES) run postgres mariadb redis -- go test -run '^$$' -bench 'Single|Outputs|Duplicates|TableSize|Do' -benchtime 100x ./tests/bench ./tests/ledger
+	$(SERVICES) run postgres mariadb amqp4 kafka -- go test -run '^$$' -bench 'Publish|EndToEnd' -benchtime 15x ./tests/bench
+	$(SERVICES) run postgres mariadb -- go test -run '^$$' -bench Release -benchtime 3x ./tests/sequence
+	go test -run '^$$' -bench 'Routing|KnownKeys' ./ordering ./deduplicator
 
 ## load: live traffic beside four cleaners that delete EXPIRED rows; a table of ROWS rows against an empty one; 1 ms round trips
 load: EXPIRED ?= 5000000

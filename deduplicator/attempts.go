@@ -12,7 +12,7 @@ import (
 const attemptsTimeout = 5 * time.Second
 
 func (q *queries) setAttempts(c *config) {
-	table, now := c.dialect.Quote(c.attempts), c.now()
+	table, now := c.dialect.Quote(c.attempts), c.dialect.Now()
 	switch c.dialect {
 	case MySQL:
 		// LAST_INSERT_ID with an argument hands the value to the client (MySQL

@@ -97,7 +97,7 @@ func NewCleaner(store *SQLStore, opts ...CleanerOption) (*Cleaner, error) {
 		" WHERE o.consumer_name = p.consumer_name AND o.message_key = p.message_key)"
 	c.claims = c.statement(cfg.processed, "processed_at", unpublished)
 	c.attempts = c.statement(cfg.attempts, "updated_at", "")
-	c.oldest = "SELECT " + cfg.age("MIN(processed_at)") + " FROM " + cfg.dialect.Quote(cfg.processed)
+	c.oldest = "SELECT " + cfg.dialect.Age("MIN(processed_at)") + " FROM " + cfg.dialect.Quote(cfg.processed)
 	return c, nil
 }
 
@@ -120,30 +120,11 @@ func (c *Cleaner) validate() error {
 	return errors.Join(errs...)
 }
 
-// statement deletes one batch, oldest first, by the index on the time column.
+// statement deletes one batch, oldest first.
 func (c *Cleaner) statement(table, column, condition string) string {
 	cfg := c.store.config
-	quoted := cfg.dialect.Quote(table)
-	end := cfg.fromNow(-*cfg.retention - cleanMargin)
-	batch := column + " < " + end + condition +
-		fmt.Sprintf(" ORDER BY %s LIMIT %d", column, c.batch)
-	switch cfg.dialect {
-	case PostgreSQL:
-		// Rows that another cleaner is at are skipped, not waited for. Those that are
-		// locked here stay where they are, so that ctid finds them.
-		return "DELETE FROM " + quoted + " WHERE ctid = ANY (ARRAY(SELECT ctid FROM " + quoted + " p WHERE " + batch +
-			" FOR UPDATE OF p SKIP LOCKED))"
-	case MySQL:
-		// A DELETE with ORDER BY and LIMIT would read and lock the whole table where
-		// the optimizer thinks that most rows are due. Inside a DELETE, MySQL locks what
-		// a subquery reads, shared: two cleaners would then wait for each other. So it is
-		// locked for update, and another cleaner's rows are skipped.
-		return "DELETE d FROM (SELECT consumer_name, message_key FROM " + quoted + " p WHERE " + batch + " FOR UPDATE SKIP LOCKED) b STRAIGHT_JOIN " + quoted +
-			" d ON d.consumer_name = b.consumer_name AND d.message_key = b.message_key"
-	default:
-		return "DELETE FROM " + quoted + " WHERE (consumer_name, message_key) IN (SELECT consumer_name, message_key FROM " +
-			quoted + " p WHERE " + batch + ")"
-	}
+	return cfg.dialect.DeleteOldest(cfg.dialect.Quote(table), column, cfg.dialect.FromNow(-*cfg.retention-cleanMargin), condition, c.batch,
+		"consumer_name", "message_key")
 }
 
 // Run cleans until ctx ends.
@@ -208,27 +189,10 @@ func (c *Cleaner) deleteAll(ctx context.Context, statement string, rows *int64) 
 	}
 }
 
-// delete runs one batch at read committed: MySQL's default would also lock the
-// gaps between the rows.
 func (c *Cleaner) delete(ctx context.Context, statement string) (n int64, err error) {
-	err = sqldb.Retry(ctx, aloneLimit, func() error {
-		opts := &sql.TxOptions{Isolation: sql.LevelReadCommitted}
-		if c.store.config.dialect == SQLite {
-			opts = nil
-		}
-		tx, err := c.store.db.BeginTx(ctx, opts)
-		if err != nil {
-			return err
-		}
-		defer func() { _ = tx.Rollback() }() // after Commit it does nothing
-		result, err := tx.ExecContext(ctx, statement)
-		if err != nil {
-			return err
-		}
-		if n, err = result.RowsAffected(); err != nil {
-			return err
-		}
-		return tx.Commit()
+	err = sqldb.Retry(ctx, aloneLimit, func() (err error) {
+		n, err = sqldb.DeleteBatch(ctx, c.store.db, c.store.config.dialect, statement)
+		return err
 	})
 	return n, err
 }

@@ -60,6 +60,10 @@ var (
 	// processing the claim again tells which.
 	ErrOutcomeUnknown = errors.New("deduplicator: outcome of the commit is unknown")
 
+	// ErrNoTransaction says that something needs the transaction of a store that has
+	// none: see [Untransactional].
+	ErrNoTransaction = errors.New("deduplicator: the store has no transaction")
+
 	// ErrTxEnded says that the work committed or rolled back the transaction, which
 	// is not its to end, or that it went on after a deadlock had undone it on MySQL.
 	// What it committed, the claim included, is durable; its outputs are not stored.

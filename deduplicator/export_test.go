@@ -5,7 +5,6 @@ package deduplicator
 var (
 	EncodeMetadata = encodeMetadata
 	DecodeMetadata = decodeMetadata
-	IndexName      = indexName
 )
 
 // KnownKeys can be told from a database only by its speed.

@@ -161,20 +161,6 @@ func TestSchemaNames(t *testing.T) {
 	}
 }
 
-// Cut to the same name, the second table's index would be taken for the first's
-// and never be created.
-func TestIndexNamesDifferWhereTheyAreCut(t *testing.T) {
-	t.Parallel()
-	long := strings.Repeat("t", 62)
-	a, b := deduplicator.IndexName(long+"a", "_processed_at"), deduplicator.IndexName(long+"b", "_processed_at")
-	if a == b || len(a) != 63 || !strings.HasSuffix(a, "_processed_at") {
-		t.Errorf("indexes %q and %q", a, b)
-	}
-	if name := deduplicator.IndexName(strings.Repeat("t", 50), "_processed_at"); name != strings.Repeat("t", 50)+"_processed_at" {
-		t.Errorf("index %q", name)
-	}
-}
-
 func TestErrors(t *testing.T) {
 	t.Parallel()
 	sentinels := []error{

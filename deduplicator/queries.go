@@ -37,7 +37,7 @@ type queries struct {
 
 func newQueries(c *config, mariaDB bool) queries {
 	processed, produced := c.dialect.Quote(c.processed), c.dialect.Quote(c.produced)
-	now := c.now()
+	now := c.dialect.Now()
 	insert := "INSERT INTO " + processed + " (consumer_name, message_key, fingerprint, processed_at) "
 
 	q := queries{rebind: c.dialect.Rebind}
@@ -69,41 +69,6 @@ func newQueries(c *config, mariaDB bool) queries {
 	q.forgetSQL = "DELETE FROM " + produced + " WHERE "
 	q.setAttempts(c)
 	return q
-}
-
-// now is the database's clock at the time of the statement, in the form of the
-// time columns.
-func (c *config) now() string {
-	return map[Dialect]string{
-		PostgreSQL: "clock_timestamp()",
-		MySQL:      "UTC_TIMESTAMP(6)",
-		SQLite:     "strftime('%Y-%m-%d %H:%M:%f', 'now')",
-	}[c.dialect]
-}
-
-// fromNow is now and d, which may be negative. An index can be searched for it:
-// that is why it is not clock_timestamp, which PostgreSQL would ask for each row.
-func (c *config) fromNow(d time.Duration) string {
-	switch c.dialect {
-	case PostgreSQL:
-		return fmt.Sprintf("(statement_timestamp() + interval '%d microseconds')", d.Microseconds())
-	case MySQL:
-		return fmt.Sprintf("(UTC_TIMESTAMP(6) + INTERVAL %d MICROSECOND)", d.Microseconds())
-	default:
-		return fmt.Sprintf("strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '%+.3f seconds')", d.Seconds())
-	}
-}
-
-// age is the microseconds from a time column's value to now.
-func (c *config) age(column string) string {
-	switch c.dialect {
-	case PostgreSQL:
-		return "CAST(EXTRACT(EPOCH FROM statement_timestamp() - " + column + ") * 1000000 AS bigint)"
-	case MySQL:
-		return "TIMESTAMPDIFF(MICROSECOND, " + column + ", UTC_TIMESTAMP(6))"
-	default:
-		return "CAST((julianday('now') - julianday(" + column + ")) * 86400000000 AS INTEGER)"
-	}
 }
 
 func (q *queries) forget(claims int) string {

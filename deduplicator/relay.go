@@ -505,7 +505,7 @@ type relayQueries struct {
 
 func newRelayQueries(c *config, minAge, lease time.Duration) relayQueries {
 	produced, leases := c.dialect.Quote(c.produced), c.dialect.Quote(c.leases)
-	now, end := c.fromNow(0), c.fromNow(lease)
+	now, end := c.dialect.FromNow(0), c.dialect.FromNow(lease)
 	const mine = " WHERE consumer_name = ? AND token = ?"
 	acquire := "INSERT INTO " + leases + " AS l (consumer_name, token, expires_at) VALUES (?, ?, " + end + ")" +
 		" ON CONFLICT (consumer_name) DO UPDATE SET token = excluded.token, expires_at = excluded.expires_at WHERE l.expires_at < " + now
@@ -516,7 +516,7 @@ func newRelayQueries(c *config, minAge, lease time.Duration) relayQueries {
 	}
 	q := relayQueries{
 		consumer: "SELECT MIN(consumer_name) FROM " + produced + " WHERE consumer_name > ?",
-		due: "SELECT message_key FROM " + produced + " WHERE consumer_name = ? AND ordinal = 0 AND created_at < " + c.fromNow(-minAge) +
+		due: "SELECT message_key FROM " + produced + " WHERE consumer_name = ? AND ordinal = 0 AND created_at < " + c.dialect.FromNow(-minAge) +
 			" ORDER BY created_at, message_key LIMIT ?",
 		outputs: "SELECT topic, uuid, metadata, payload FROM " + produced + " WHERE consumer_name = ? AND message_key = ? ORDER BY ordinal",
 		remove: "DELETE FROM " + produced + " WHERE consumer_name = ? AND message_key = ?" +

@@ -2,13 +2,10 @@ package deduplicator
 
 import (
 	"context"
-	"crypto/sha256"
 	"database/sql"
 	"embed"
-	"encoding/hex"
 	"errors"
 	"fmt"
-	"strings"
 
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 )
@@ -38,44 +35,9 @@ func Schema(dialect Dialect, opts ...Option) (string, error) {
 }
 
 func (c *config) schema() string {
-	text, err := schemas.ReadFile("schema/" + string(c.dialect) + ".sql")
-	if err != nil {
-		panic(err) // each dialect that validate accepts has its file
-	}
-	return strings.NewReplacer(
-		"{processed}", c.dialect.Quote(c.processed),
-		"{processed_base}", c.dialect.Quote(sqldb.Base(c.processed)),
-		"{processed_index}", c.index(c.processed, "_processed_at"),
-		"{produced}", c.dialect.Quote(c.produced),
-		"{produced_base}", c.dialect.Quote(sqldb.Base(c.produced)),
-		"{produced_index}", c.index(c.produced, "_created_at"),
-		"{leases}", c.dialect.Quote(c.leases),
-		"{attempts}", c.dialect.Quote(c.attempts),
-		"{attempts_base}", c.dialect.Quote(sqldb.Base(c.attempts)),
-		"{attempts_index}", c.index(c.attempts, "_updated_at"),
-	).Replace(string(text))
-}
-
-// index returns the quoted name of a table's index. SQLite wants the schema
-// there, the others with the table.
-func (c *config) index(table, suffix string) string {
-	base := sqldb.Base(table)
-	schema := strings.TrimSuffix(table, base)
-	if c.dialect != SQLite {
-		schema = ""
-	}
-	return c.dialect.Quote(schema + indexName(base, suffix))
-}
-
-// indexName keeps within the 63 bytes that PostgreSQL has for a name. Two tables
-// must not get one name: the second index would be taken for the first.
-func indexName(base, suffix string) string {
-	if len(base)+len(suffix) > 63 {
-		sum := sha256.Sum256([]byte(base))
-		suffix = "_" + hex.EncodeToString(sum[:4]) + suffix
-		base = base[:63-len(suffix)]
-	}
-	return base + suffix
+	return sqldb.Script(schemas, c.dialect,
+		map[string]string{"processed": c.processed, "produced": c.produced, "leases": c.leases, "attempts": c.attempts},
+		map[string]string{"processed": "_processed_at", "produced": "_created_at", "attempts": "_updated_at"})
 }
 
 // Migrate creates the store's tables where they are missing. It can be run by

@@ -79,12 +79,21 @@ func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Optio
 	return s, nil
 }
 
+// Database returns the pool that the store was made with, and its dialect: for what
+// must not share it, or must know how it is bounded.
+func (s *SQLStore) Database() (*sql.DB, Dialect) { return s.db, s.config.dialect }
+
+// Retention returns what [WithRetention] has set; false if claims are kept for ever.
+func (s *SQLStore) Retention() (time.Duration, bool) {
+	if s.config.retention == nil {
+		return 0, false
+	}
+	return *s.config.retention, true
+}
+
 // Process implements [Store].
 func (s *SQLStore) Process(ctx context.Context, claim Claim, work Work) (Result, error) {
-	if err := validate(claim); err != nil {
-		return Result{}, err
-	}
-	if err := s.config.checkTime(claim); err != nil {
+	if err := s.Check(claim); err != nil {
 		return Result{}, err
 	}
 	if known, err := s.known.duplicate(claim); known {
@@ -101,6 +110,16 @@ func (s *SQLStore) Process(ctx context.Context, claim Claim, work Work) (Result,
 		return s.countedProcess(ctx, claim, work)
 	}
 	return s.process(ctx, claim, work)
+}
+
+// Check returns the error with which Process refuses claim without asking the
+// database, for a wrapper that answers copies itself: [ErrInvalidClaim], [ErrNoTime]
+// or [ErrTooOld].
+func (s *SQLStore) Check(claim Claim) error {
+	if err := claim.Validate(); err != nil {
+		return err
+	}
+	return s.config.checkTime(claim)
 }
 
 // process runs attempts until one is not undone by other transactions.
@@ -396,18 +415,6 @@ func (s *SQLStore) exec(ctx context.Context, query string, args ...any) (result 
 		return err
 	})
 	return result, err
-}
-
-func validate(claim Claim) error {
-	switch {
-	case claim.Consumer == "":
-		return fmt.Errorf("%w: no consumer", ErrInvalidClaim)
-	case claim.Key == "":
-		return fmt.Errorf("%w: no key", ErrInvalidClaim)
-	case len(claim.Fingerprint) > sqldb.MaxKeyBytes:
-		return fmt.Errorf("%w: fingerprint has %d bytes, the limit is %d", ErrInvalidClaim, len(claim.Fingerprint), sqldb.MaxKeyBytes)
-	}
-	return nil
 }
 
 func key(claim Claim) []any {

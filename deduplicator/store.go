@@ -3,6 +3,7 @@ package deduplicator
 import (
 	"context"
 	"database/sql"
+	"fmt"
 	"time"
 
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
@@ -30,6 +31,20 @@ type Claim struct {
 	// Redelivered says that the message may have been processed before. It is a
 	// hint: the store may then look for the claim before it opens a transaction.
 	Redelivered bool
+}
+
+// Validate returns [ErrInvalidClaim] for a claim without consumer or key, and for one
+// with a fingerprint of more than 255 bytes.
+func (c Claim) Validate() error {
+	switch {
+	case c.Consumer == "":
+		return fmt.Errorf("%w: no consumer", ErrInvalidClaim)
+	case c.Key == "":
+		return fmt.Errorf("%w: no key", ErrInvalidClaim)
+	case len(c.Fingerprint) > sqldb.MaxKeyBytes:
+		return fmt.Errorf("%w: fingerprint has %d bytes, the limit is %d", ErrInvalidClaim, len(c.Fingerprint), sqldb.MaxKeyBytes)
+	}
+	return nil
 }
 
 // Output is a message that the work wants to be published once its transaction
@@ -95,9 +110,32 @@ type Store interface {
 	Forget(ctx context.Context, claims ...Claim) error
 }
 
+// Untransactional is a Store whose work runs in no transaction: what work has done
+// stays when it fails, the claim and the work can come apart, and nothing keeps
+// outputs. Package middleware refuses it together with whatever needs more.
+type Untransactional interface {
+	Store
+	Untransactional()
+}
+
 // ContextWithTx returns a context that carries tx, as the context of [Work] does.
 // It is for implementations of Store; handlers read the transaction with the Tx
 // function of package middleware.
 func ContextWithTx(ctx context.Context, tx *sql.Tx) context.Context {
 	return sqldb.ContextWithTx(ctx, tx)
+}
+
+type claimKey struct{}
+
+// ContextWithClaim returns a context that says which claim is worked on. Package
+// middleware calls it for every store; callers of Store.Process that do without
+// that package call it in their [Work] when they use package ledger there.
+func ContextWithClaim(ctx context.Context, claim Claim) context.Context {
+	return context.WithValue(ctx, claimKey{}, claim)
+}
+
+// ClaimFromContext returns the claim that is worked on, if there is one.
+func ClaimFromContext(ctx context.Context) (Claim, bool) {
+	claim, ok := ctx.Value(claimKey{}).(Claim)
+	return claim, ok
 }

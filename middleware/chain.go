@@ -9,6 +9,7 @@ import (
 
 	"github.com/ThreeDotsLabs/watermill/message"
 
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 )
 
@@ -23,6 +24,7 @@ type Link struct {
 	middleware message.HandlerMiddleware
 	outer      message.HandlerMiddleware // of Sequence only: outside the retries
 	observers  []Observer                // of WithObserver only
+	noTx       bool                      // of Deduplicate only: its store has no transaction
 	err        error
 }
 
@@ -55,7 +57,8 @@ var reasons = map[int]string{
 // Handler.AddMiddleware. Give it the links in the order in which messages pass
 // them, outermost first: WithObserver, WithPoisonQueue, WithRetry, Deduplicate,
 // RejectReplayed, RejectStale or Sequence, Stamp, Partition. Each can be left out,
-// except that RejectReplayed, RejectStale and Sequence need Deduplicate.
+// except that RejectReplayed, RejectStale and Sequence need Deduplicate. None from
+// RejectReplayed on goes with a store that is [deduplicator.Untransactional].
 //
 // The result also turns a panic of the handler into a [PanicError], gives the
 // message's context back as it came, returns a message to the broker (nack) when
@@ -90,6 +93,11 @@ func Chain(links ...Link) ([]message.HandlerMiddleware, error) {
 		for _, inner := range links[:i] {
 			if inner.rank > link.rank {
 				errs = append(errs, fmt.Errorf("Chain: %s must come before %s: %s", link.name, inner.name, reasons[inner.rank]))
+			}
+		}
+		for _, outer := range links[:i] {
+			if outer.noTx && link.rank > rankDeduplicate {
+				errs = append(errs, fmt.Errorf("Chain: %s: %w: leave it out or give Deduplicate a store on a database", link.name, deduplicator.ErrNoTransaction))
 			}
 		}
 		ranks[link.rank] = link.name
@@ -143,6 +151,14 @@ func isNil(v any) bool {
 // commit or roll it back, and do not use it after the handler has returned. It
 // reports false outside of Deduplicate and for a store that is not on
 // database/sql.
+//
+// It panics with [deduplicator.ErrNoTransaction] in a handler of a store that is
+// [deduplicator.Untransactional]: what would be written as if it were in a
+// transaction would stay when the handler fails. Chain turns the panic into an error.
 func Tx(ctx context.Context) (*sql.Tx, bool) {
-	return sqldb.TxFromContext(ctx)
+	tx, ok := sqldb.TxFromContext(ctx)
+	if !ok && sqldb.WithoutTx(ctx) {
+		panic(fmt.Errorf("middleware: Tx: %w", deduplicator.ErrNoTransaction))
+	}
+	return tx, ok
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/internal/metadata"
 	"github.com/seed-2f56a981/watermill-idempotent/internal/outputs"
+	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
 
@@ -39,6 +40,7 @@ type deduplicate struct {
 	consumer    string
 	owner       atomic.Pointer[[2]string] // handler and topic that have reserved last
 	forget      *forgetter
+	noTx        bool
 	err         error
 }
 
@@ -90,12 +92,17 @@ func WithTime(time deduplicator.TimeFunc) DeduplicateOption {
 // inside it. What they and the handler change of the message itself (UUID, payload,
 // metadata) is undone after each attempt, so that a next one has the same key; in
 // the place of a message that the handler returns there is a copy with the changes.
+//
+// A store that is [deduplicator.Untransactional] promises less, and is for handlers
+// without a publisher: one that has a publisher is refused, before it is called, with
+// [deduplicator.ErrNoTransaction], and its messages are returned to the broker.
 func Deduplicate(store deduplicator.Store, opts ...DeduplicateOption) Link {
 	d := &deduplicate{store: store, fingerprint: deduplicator.PayloadFingerprint, forget: &forgetter{store: store}}
 	d.time = deduplicator.TimeFromMetadata(ordering.PublishedAtMetadata)
 	for _, opt := range opts {
 		opt.applyDeduplicate(d)
 	}
+	_, d.noTx = store.(deduplicator.Untransactional)
 	errs := []error{d.err}
 	if isNil(store) {
 		errs = append(errs, errors.New("store is nil"))
@@ -106,17 +113,22 @@ func Deduplicate(store deduplicator.Store, opts ...DeduplicateOption) Link {
 	if d.time == nil {
 		errs = append(errs, errors.New("WithTime: function is nil"))
 	}
-	return Link{name: "Deduplicate", rank: rankDeduplicate, middleware: d.middleware, err: errors.Join(errs...)}
+	return Link{name: "Deduplicate", rank: rankDeduplicate, middleware: d.middleware, noTx: d.noTx, err: errors.Join(errs...)}
 }
 
 func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 	return func(msg *message.Message) ([]*message.Message, error) {
 		ctx := msg.Context()
+		if topic := message.PublishTopicFromCtx(ctx); d.noTx && topic != "" {
+			return nil, fmt.Errorf("middleware: handler %q publishes to %q: %w, so nothing would keep what it returns",
+				message.HandlerNameFromCtx(ctx), topic, deduplicator.ErrNoTransaction)
+		}
 		claim, err := d.claim(ctx, msg)
 		if err != nil {
 			return nil, err
 		}
 		state := deliveryFrom(ctx)
+		state.key = d.key
 		claim.Redelivered = state.unknown || msg.Metadata.Get(metadata.Redelivered) == "true"
 		state.claim = claim
 		uuid, payload, fields := msg.UUID, msg.Payload, maps.Clone(msg.Metadata)
@@ -124,6 +136,10 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 		attempts := 0
 		result, err := d.store.Process(ctx, claim, func(txCtx context.Context) ([]deduplicator.Output, error) {
 			state.outcome = Processed
+			txCtx = deduplicator.ContextWithClaim(txCtx, claim)
+			if d.noTx {
+				txCtx = sqldb.ContextWithoutTx(txCtx)
+			}
 			msg.SetContext(txCtx)
 			defer msg.SetContext(ctx)
 			if attempts++; attempts > 1 { // the one before may have changed it

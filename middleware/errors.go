@@ -27,15 +27,20 @@ type permanentError struct{ err error }
 func (e *permanentError) Error() string { return e.err.Error() }
 func (e *permanentError) Unwrap() error { return e.err }
 
+// Permanent lets packages that don't import this one see the mark, as package
+// ledger does, and set it on errors of their own.
+func (e *permanentError) Permanent() bool { return true }
+
 // IsPermanent reports whether err goes to the poison queue without a retry: it
-// was marked with [Permanent], or it is about a message that has no key, no
-// version, no partition key, a part of a producer's number, or the key or version
-// of another one, that is too old or of unknown age for a store with a retention,
-// that was tried too often, that comes from a producer that was replaced, or whose
-// handler committed the transaction itself before it failed.
+// was marked with [Permanent] or has a method Permanent() bool that returns true, or
+// it is about a message that has no key, no version, no partition key, a part of a
+// producer's number, or the key or version of another one, that is too old or of
+// unknown age for a store with a retention, that was tried too often, that comes from
+// a producer that was replaced, or whose handler committed the transaction itself
+// before it failed.
 func IsPermanent(err error) bool {
-	var marked *permanentError
-	if errors.As(err, &marked) {
+	var marked interface{ Permanent() bool }
+	if errors.As(err, &marked) && marked.Permanent() {
 		return true
 	}
 	for _, target := range []error{
@@ -57,7 +62,7 @@ func IsPermanent(err error) bool {
 func blameless(err error) bool {
 	for _, target := range []error{
 		deduplicator.ErrInFlight, deduplicator.ErrUnavailable, deduplicator.ErrOutcomeUnknown,
-		ErrNoConsumer, ordering.ErrReplaced,
+		deduplicator.ErrNoTransaction, ErrNoConsumer, ordering.ErrReplaced,
 	} {
 		if errors.Is(err, target) {
 			return true

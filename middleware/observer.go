@@ -152,8 +152,9 @@ type delivery struct {
 	ahead     bool  // earlier messages of the producer are missing
 	unknown   bool  // an attempt may have been committed
 
-	claim    deduplicator.Claim // of Deduplicate; the zero one outside of it
-	produced []*message.Message // what the handler returned in the last attempt
+	claim    deduplicator.Claim   // of Deduplicate; the zero one outside of it
+	key      deduplicator.KeyFunc // of Deduplicate too
+	produced []*message.Message   // what the handler returned in the last attempt
 
 	sequenced sequenced
 }

@@ -135,7 +135,7 @@ func (s *sequence) middleware(h message.HandlerFunc) message.HandlerFunc {
 					d.sequenced.failed = err != nil
 				} else {
 					d.sequenced.release = true
-					outputs, err = callReleased(h, m)
+					outputs, err = callReleased(h, m, d.claim.Consumer, d.key)
 				}
 				if err == nil {
 					produced = append(produced, outputs...)
@@ -178,14 +178,22 @@ func (s *sequence) event(ctx context.Context, msg *message.Message, claim dedupl
 	return event, nil
 }
 
-// callReleased calls h with a parked message. A panic is an error of that message
-// only, so it must not leave the savepoint.
-func callReleased(h message.HandlerFunc, msg *message.Message) (produced []*message.Message, err error) {
+// callReleased calls h with a parked message, whose context gets its own claim
+// instead of the one of the message that released it. A panic is an error of that
+// message only, so it must not leave the savepoint.
+func callReleased(h message.HandlerFunc, msg *message.Message, consumer string, keyOf deduplicator.KeyFunc) (produced []*message.Message, err error) {
 	defer func() {
 		if value := recover(); value != nil {
 			produced, err = nil, &PanicError{Value: value, Stack: debug.Stack()}
 		}
 	}()
+	claim := deduplicator.Claim{Consumer: consumer}
+	if keyOf != nil {
+		if claim.Key, err = keyOf(msg); err != nil {
+			return nil, fmt.Errorf("%w: %w", ordering.ErrPermanent, err)
+		}
+	}
+	msg.SetContext(deduplicator.ContextWithClaim(msg.Context(), claim))
 	produced, err = h(msg)
 	if err = notStale(err); IsPermanent(err) {
 		err = fmt.Errorf("%w: %w", ordering.ErrPermanent, err)

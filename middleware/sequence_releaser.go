@@ -30,6 +30,10 @@ type ReleaserConfig struct {
 	// such as Partition.
 	Handler message.HandlerFunc
 
+	// Key is where the key of a message is, the same as in WithKey. It may be left
+	// out for a handler that does not use package ledger.
+	Key deduplicator.KeyFunc
+
 	// Publisher and Topic are where the handler's messages go. They may be left
 	// out for a handler that returns none.
 	Publisher message.Publisher
@@ -199,7 +203,7 @@ func (r *Releaser) transaction(ctx context.Context, entity string) (progress boo
 		}
 		var produced []*message.Message
 		released, err := r.sequence.ReleaseTx(ctx, tx, r.config.Consumer, entity, func(msg *message.Message) error {
-			outputs, err := callReleased(r.config.Handler, msg)
+			outputs, err := callReleased(r.config.Handler, msg, r.config.Consumer, r.config.Key)
 			if err == nil {
 				produced = append(produced, outputs...)
 			}

@@ -7,13 +7,14 @@ import (
 )
 
 // Broker is a message broker on which all messages of one entity travel through
-// one shard. amqpshard.Open and kafkashard.Open return one each, so that the
-// code below that line is the same on RabbitMQ and on Kafka.
+// one shard. amqpshard.Open, kafkashard.Open and sqlshard.Open return one each, so
+// that the code below that line is the same on RabbitMQ, Kafka and SQL databases.
 //
 // A Broker is safe for concurrent use.
 type Broker interface {
 	// Declare creates what the topics need on the broker (RabbitMQ: exchanges
-	// and this group's shard queues, Kafka: the topic with its partitions) and
+	// and this group's shard queues, Kafka: the topic with its partitions, SQL: the
+	// rows of its shards) and
 	// checks what exists already. From then on a message that is published is
 	// kept for this group, even before its first Subscribe: declare the poison
 	// queue, which usually has no consumer. Subscribe declares its own topic.

@@ -12,13 +12,14 @@ import (
 
 // PartitionKeyMetadata is the metadata field that carries a message's partition
 // key: on RabbitMQ the (string) header that the exchange hashes, on Kafka the
-// record key and a header of this name. It is set once, where the message is
+// record key and a header of this name, in SQL a field of the stored metadata. It is set once, where the message is
 // first published, and kept by retries, forwarders and the poison queue.
 const PartitionKeyMetadata = "ordering_partition_key"
 
 // PublishedAtMetadata is the metadata field with the time when a message was
 // first published, in RFC 3339. A subscriber of amqpshard or kafkashard sets it
-// from the broker's timestamp where the message does not carry it yet; it is kept
+// from the broker's timestamp where the message does not carry it yet, the publisher
+// of sqlshard when it stores the message; it is kept
 // by retries, forwarders and the poison queue, so that a message that comes back
 // from there after weeks does not look new. It is missing if the broker has no
 // timestamp for the message.

@@ -6,8 +6,8 @@ import (
 
 // NewPublisher returns pub with the partition key stamped on every message (see
 // [StampKey]). Publish sends nothing and returns a [KeyError] if one of its
-// messages has no usable key. The publishers of amqpshard and kafkashard do this
-// already; use it around another one, such as watermill-sql's.
+// messages has no usable key. The publishers of amqpshard, kafkashard and
+// sqlshard do this already; use it around another one, such as watermill-sql's.
 func NewPublisher(pub message.Publisher, key KeyFunc) message.Publisher {
 	return stampingPublisher{pub, key}
 }

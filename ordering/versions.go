@@ -6,7 +6,6 @@ import (
 	"embed"
 	"errors"
 	"fmt"
-	"strings"
 
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 )
@@ -102,18 +101,10 @@ func Schema(dialect Dialect, opts ...VersionsOption) (string, error) {
 }
 
 func (c *versionsConfig) schema() string {
-	text, err := schemas.ReadFile("schema/" + string(c.dialect) + ".sql")
-	if err != nil {
-		panic(err) // each dialect that is valid has its file
-	}
-	return strings.NewReplacer(
-		"{versions}", c.dialect.Quote(c.table),
-		"{sequences}", c.dialect.Quote(c.sequences),
-		"{parked}", c.dialect.Quote(c.parked),
-		"{producers}", c.dialect.Quote(c.producers),
-		"{streams}", c.dialect.Quote(c.streams),
-		"{partitioning}", c.dialect.Quote(c.partitioning),
-	).Replace(string(text))
+	return sqldb.Script(schemas, c.dialect, map[string]string{
+		"versions": c.table, "sequences": c.sequences, "parked": c.parked,
+		"producers": c.producers, "streams": c.streams, "partitioning": c.partitioning,
+	}, nil)
 }
 
 // Migrate creates the tables of this package where they are missing. It can be

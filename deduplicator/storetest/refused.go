@@ -23,6 +23,11 @@ func testRedelivered(k *kit) {
 	outputs := []deduplicator.Output{{Topic: "t", UUID: "1"}, {Topic: "t", UUID: "2"}}
 	k.processed(hint("outputs"), k.write("outputs", outputs...))
 	k.sameOutputs(k.duplicate(hint("outputs")), outputs)
+	other := hint("outputs")
+	other.Fingerprint = []byte("two")
+	if result, err := k.process(other, k.write("conflict")); !errors.Is(err, deduplicator.ErrConflict) || len(result.Outputs) != 0 {
+		k.Errorf("outcome %d with %d outputs, error %v, want %v and none", result.Outcome, len(result.Outputs), err, deduplicator.ErrConflict)
+	}
 	if err := k.Store.Forget(k.ctx, hint("outputs")); err != nil {
 		k.Fatalf("forget: %v", err)
 	}

@@ -122,6 +122,7 @@ var suite = []testCase{
 
 	{name: "B09 outputs come back with a duplicate as they were", run: testOutputs},
 	{name: "B10 a thousand outputs keep their order", run: testManyOutputs},
+	{name: "fifty copies at once get the outputs of the first", run: testCopiesOutputs},
 	{name: "outputs of an attempt that failed are not stored", run: testFailedOutputs},
 	{name: "forgotten outputs do not come back, others do", run: testForget},
 }
@@ -231,7 +232,7 @@ func (k *kit) start(claim deduplicator.Claim, work deduplicator.Work) <-chan ans
 
 // hold starts a run of claim that stays in its work until release is called with
 // what the work is to return.
-func (k *kit) hold(claim deduplicator.Claim, effect string, outputs ...deduplicator.Output) (release func(error), done <-chan answer) {
+func (k *kit) hold(claim deduplicator.Claim, effect string) (release func(error), done <-chan answer) {
 	k.Helper()
 	entered, verdict := make(chan struct{}, 1), make(chan error, 1)
 	done = k.start(claim, func(ctx context.Context) ([]deduplicator.Output, error) {
@@ -239,7 +240,7 @@ func (k *kit) hold(claim deduplicator.Claim, effect string, outputs ...deduplica
 			return nil, err
 		}
 		entered <- struct{}{}
-		return outputs, <-verdict
+		return nil, <-verdict
 	})
 	select {
 	case <-entered:

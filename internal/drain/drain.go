@@ -12,6 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -56,6 +57,12 @@ func New(inner message.Subscriber, timeout time.Duration, errClosed error) *Subs
 	s := &Subscriber{inner: inner, timeout: timeout, errClosed: errClosed, closing: make(chan struct{})}
 	s.closeOnce = sync.OnceValue(s.close)
 	return s
+}
+
+// String is the inner subscriber's type: the name that a Router takes for its
+// context, logs and metrics, and so for a poison queue.
+func (s *Subscriber) String() string {
+	return strings.TrimLeft(fmt.Sprintf("%T", s.inner), "*")
 }
 
 // Subscribe subscribes to topic with a context that outlives ctx until running

@@ -65,7 +65,18 @@ func CheckTable(option, name string) error {
 	return nil
 }
 
-// Quote quotes a name that CheckTable accepts.
+var columnName = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]{0,62}$`)
+
+// CheckColumn returns an error if name is not a plain column name of letters,
+// digits and underscores.
+func CheckColumn(name string) error {
+	if !columnName.MatchString(name) {
+		return fmt.Errorf("column name %q must be letters, digits and underscores, 1 to 63 of them", name)
+	}
+	return nil
+}
+
+// Quote quotes a name that CheckTable or CheckColumn accepts.
 func (d Dialect) Quote(name string) string {
 	q := `"`
 	if d == MySQL {
@@ -109,6 +120,17 @@ func TxFromContext(ctx context.Context) (*sql.Tx, bool) {
 	tx, ok := ctx.Value(txKey{}).(*sql.Tx)
 	return tx, ok
 }
+
+type noTxKey struct{}
+
+// ContextWithoutTx returns ctx with the mark of a handler that will never have a
+// transaction.
+func ContextWithoutTx(ctx context.Context) context.Context {
+	return context.WithValue(ctx, noTxKey{}, true)
+}
+
+// WithoutTx reports whether ctx has the mark of [ContextWithoutTx].
+func WithoutTx(ctx context.Context) bool { return ctx.Value(noTxKey{}) != nil }
 
 // CheckColumns returns an error that names each of table's columns that can't
 // be read. hint says how to create them.

@@ -117,6 +117,20 @@ func TestTableNames(t *testing.T) {
 	}
 }
 
+// Cut to the same name, the second table's index would be taken for the first's
+// and never be created.
+func TestIndexNamesDifferWhereTheyAreCut(t *testing.T) {
+	t.Parallel()
+	long := strings.Repeat("t", 62)
+	a, b := sqldb.IndexName(long+"a", "_processed_at"), sqldb.IndexName(long+"b", "_processed_at")
+	if a == b || len(a) != 63 || !strings.HasSuffix(a, "_processed_at") {
+		t.Errorf("indexes %q and %q", a, b)
+	}
+	if name := sqldb.IndexName(strings.Repeat("t", 50), "_processed_at"); name != strings.Repeat("t", 50)+"_processed_at" {
+		t.Errorf("index %q", name)
+	}
+}
+
 // Two keys are stored alike only if they are alike, and what is stored fits.
 func FuzzEncodeKey(f *testing.F) {
 	long := strings.Repeat("k", 300)

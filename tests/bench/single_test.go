@@ -46,8 +46,12 @@ type variant struct {
 	handle  func(msg *message.Message) error
 	finish  func() error // after a block, while the clock runs; may be nil
 
+	over string // the variant that it is compared with besides the base
+	size int    // messages of a block; 0 is block
+
 	times  []time.Duration // of each block
 	allocs uint64
+	count  int // messages made
 }
 
 // BenchmarkSingle handles one message at a time: one transaction each, with the
@@ -57,9 +61,12 @@ type variant struct {
 //	by-hand      begin, insert on conflict do nothing, handler, commit
 //	deduplicate  the Deduplicate middleware around the handler
 //	stale        Deduplicate and RejectStale
+//	sequence     Deduplicate and Sequence, all events in order
+//	replayed     Deduplicate and RejectReplayed, all numbers in order
 //
 // x-NAME is by-hand's time divided by NAME's, the median over the blocks, so
-// higher is faster; allocs-NAME is allocations per message.
+// higher is faster; adds%-NAME is what NAME's time adds to that of deduplicate, in
+// percent; allocs-NAME is allocations per message.
 func BenchmarkSingle(b *testing.B) { compare(b, "by-hand", variants) }
 
 // compare runs the variants in turn, on one driver for each kind of database, and
@@ -69,28 +76,44 @@ func compare(b *testing.B, base string, variants func(b *testing.B, driver testd
 	for _, driver := range testdb.Servers {
 		b.Run(driver.Name, func(b *testing.B) {
 			variants := variants(b, driver)
-			sequence := 0
-			for b.Loop() {
-				for i := range variants {
-					variants[i].run(b, &sequence)
-				}
-			}
-			report(b, base, variants)
+			alternate(b, base, variants)
 		})
 	}
 }
 
-func (v *variant) run(b *testing.B, sequence *int) {
-	messages := make([]*message.Message, block)
+// alternate lets each of the variants handle a block in turn, and reports their
+// times against those of the one that is named base.
+func alternate(b *testing.B, base string, variants []variant) {
+	b.Helper()
+	for i := range variants {
+		if variants[i].size == 0 {
+			variants[i].size = block
+		}
+	}
+	for b.Loop() {
+		for i := range variants {
+			variants[i].run(b)
+		}
+	}
+	report(b, base, variants)
+}
+
+// newMessage returns the n-th message, from 0: the entities have 1, 2, 3, … in turn.
+func newMessage(n int) *message.Message {
+	id := watermill.NewUUID()
+	msg := message.NewMessage(id, []byte(`{"order":"P-1","sku":"A","qty":1}`))
+	msg.Metadata.Set("event_id", id)
+	msg.Metadata.Set("version", strconv.Itoa(n/entities+1))
+	msg.Metadata.Set(ordering.PartitionKeyMetadata, fmt.Sprint("P-", n%entities))
+	return msg
+}
+
+func (v *variant) run(b *testing.B) {
+	messages := make([]*message.Message, v.size)
 	for i := range messages {
-		*sequence++
-		id := watermill.NewUUID()
-		msg := message.NewMessage(id, []byte(`{"order":"P-1","sku":"A","qty":1}`))
-		msg.Metadata.Set("event_id", id)
-		msg.Metadata.Set("version", strconv.Itoa(*sequence))
-		msg.Metadata.Set(ordering.PartitionKeyMetadata, fmt.Sprint("P-", *sequence%entities))
-		msg.SetContext(b.Context())
-		messages[i] = msg
+		messages[i] = newMessage(v.count)
+		messages[i].SetContext(b.Context())
+		v.count++
 	}
 	for _, msg := range messages {
 		if v.prepare == nil {
@@ -118,20 +141,33 @@ func (v *variant) run(b *testing.B, sequence *int) {
 	v.allocs += after.Mallocs - before.Mallocs
 }
 
-func report(b *testing.B, baseName string, variants []variant) {
-	base := variants[slices.IndexFunc(variants, func(v variant) bool { return v.name == baseName })]
+func report(b *testing.B, base string, variants []variant) {
+	named := func(name string) variant {
+		return variants[slices.IndexFunc(variants, func(v variant) bool { return v.name == name })]
+	}
 	b.ReportMetric(0, "ns/op") // a mixture of the variants: says nothing
 	for _, v := range variants {
-		ratios := make([]float64, len(v.times))
-		for i := range ratios {
-			ratios[i] = float64(base.times[i]) / float64(v.times[i])
+		b.ReportMetric(median(v.times, nil)/1e3/float64(v.size), "us-"+v.name)
+		b.ReportMetric(median(named(base).times, v.times), "x-"+v.name)
+		if v.over != "" {
+			b.ReportMetric(100*(median(v.times, named(v.over).times)-1), "adds%-"+v.name)
 		}
-		slices.Sort(ratios)
-		times := slices.Sorted(slices.Values(v.times))
-		b.ReportMetric(float64(times[len(times)/2].Microseconds())/block, "us-"+v.name)
-		b.ReportMetric(ratios[len(ratios)/2], "x-"+v.name)
-		b.ReportMetric(float64(v.allocs)/float64(len(v.times)*block), "allocs-"+v.name)
+		b.ReportMetric(float64(v.allocs)/float64(len(v.times)*v.size), "allocs-"+v.name)
 	}
+}
+
+// median returns that of times in nanoseconds, or of times divided by those of the
+// same blocks in by.
+func median(times, by []time.Duration) float64 {
+	values := make([]float64, len(times))
+	for i := range values {
+		values[i] = float64(times[i])
+		if by != nil {
+			values[i] /= float64(by[i])
+		}
+	}
+	slices.Sort(values)
+	return values[len(values)/2]
 }
 
 // setting returns what an environment variable says.
@@ -271,13 +307,23 @@ func variants(b *testing.B, driver testdb.Driver) []variant {
 	store := h.newStore(b)
 	versions, err := ordering.NewVersions(b.Context(), h.db, driver.Dialect)
 	require.NoError(b, err)
+	sequence, err := ordering.NewSequence(b.Context(), h.db, driver.Dialect)
+	require.NoError(b, err)
+	windows, err := ordering.NewWindows(b.Context(), h.db, driver.Dialect)
+	require.NoError(b, err)
+	producer, err := ordering.NewProducer(b.Context(), h.db, driver.Dialect, "shop")
+	require.NoError(b, err)
 	return []variant{
 		{name: "floor", handle: func(msg *message.Message) error {
 			return h.inTx(msg, func(context.Context, *sql.Tx, *message.Message) (bool, error) { return true, nil }, nil)
 		}},
 		{name: "by-hand", handle: h.byHand},
 		{name: "deduplicate", handle: chained(b, store, "deduplicate")},
-		{name: "stale", handle: chained(b, store, "stale", middleware.RejectStale(versions,
+		{name: "stale", over: "deduplicate", handle: chained(b, store, "stale", middleware.RejectStale(versions,
 			middleware.WithVersion(ordering.VersionFromMetadata("version"))))},
+		{name: "sequence", over: "deduplicate", handle: chained(b, store, "sequence", middleware.Sequence(sequence,
+			middleware.WithSequence(ordering.VersionFromMetadata("version"))))},
+		{name: "replayed", over: "deduplicate", handle: chained(b, store, "replayed", middleware.RejectReplayed(windows)),
+			prepare: func(msg *message.Message) error { return producer.Stamp("orders", msg) }},
 	}
 }

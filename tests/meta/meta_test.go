@@ -33,7 +33,7 @@ func TestCoreDependencies(t *testing.T) {
 		"github.com/pkg/errors", "github.com/sony/gobreaker",
 	}
 	command := exec.CommandContext(t.Context(), "go", "list", "-deps", "-f", "{{with .Module}}{{.Path}}{{end}}",
-		"./middleware", "./deduplicator", "./ordering")
+		"./middleware", "./deduplicator", "./deduplicator/write", "./deduplicator/ledger", "./ordering")
 	command.Dir = root
 	out, err := command.Output()
 	require.NoError(t, err)

@@ -2,7 +2,6 @@ package producer_test
 
 import (
 	"context"
-	"fmt"
 	"net"
 	"net/url"
 	"strings"
@@ -12,7 +11,6 @@ import (
 	"github.com/IBM/sarama"
 	"github.com/Shopify/toxiproxy/v2"
 	"github.com/ThreeDotsLabs/watermill"
-	amqp "github.com/rabbitmq/amqp091-go"
 	"github.com/rs/zerolog"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kfake"
@@ -22,6 +20,7 @@ import (
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering/amqpshard"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering/kafkashard"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/rabbitmq"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/services"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
@@ -46,23 +45,7 @@ const shards = 2
 // opened after it are closed.
 func deleteTopic(t *testing.T, topic string, groups ...string) {
 	t.Helper()
-	t.Cleanup(func() {
-		conn, err := amqp.Dial(services.Value(t, services.AMQP))
-		require.NoError(t, err)
-		defer conn.Close()
-		ch, err := conn.Channel()
-		require.NoError(t, err)
-		for _, group := range groups {
-			for i := range shards {
-				_, err := ch.QueueDelete(fmt.Sprintf("%s.%s.%03d", topic, group, i), false, false, false)
-				require.NoError(t, err)
-			}
-			_, err := ch.QueueDelete(topic+"."+group+".dead", false, false, false)
-			require.NoError(t, err)
-			require.NoError(t, ch.ExchangeDelete(topic+"."+group, false, false))
-		}
-		require.NoError(t, ch.ExchangeDelete(topic, false, false))
-	})
+	t.Cleanup(func() { rabbitmq.Drop(t, services.Value(t, services.AMQP), topic, shards, groups...) })
 }
 
 func openAMQP(t *testing.T, cfg amqpshard.Config) ordering.Broker {

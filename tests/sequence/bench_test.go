@@ -36,19 +36,3 @@ func BenchmarkRelease(b *testing.B) {
 		}
 	}
 }
-
-// BenchmarkInOrder is the hot path: one entity's events, none of them early.
-func BenchmarkInOrder(b *testing.B) {
-	for _, d := range testdb.Servers {
-		b.Run(d.Name, func(b *testing.B) {
-			k := newKit(b, d)
-			var seq int64
-			for b.Loop() {
-				seq++
-				if err := k.process(k.event("e", 0, seq)); err != nil {
-					b.Fatal(err)
-				}
-			}
-		})
-	}
-}

@@ -6,8 +6,8 @@
 //	go run ./tests/services status [NAME…]            tell what runs where
 //	go run ./tests/services run [NAME…] -- COMMAND…   up, COMMAND with the variables, down
 //
-// NAME is postgres, mariadb, amqp, kafka (those four if none is given; down and
-// status take all), amqp4, mysql or redis. Run stops only what it started itself
+// NAME is postgres, mariadb, amqp, kafka, redis (those five if none is given; down
+// and status take all), amqp4 or mysql. Run stops only what it started itself
 // and exits with the status of COMMAND; note that go run turns every status but
 // 0 into 1.
 package main

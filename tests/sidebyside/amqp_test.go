@@ -14,6 +14,7 @@ import (
 
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering/amqpshard"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/rabbitmq"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/services"
 )
 
@@ -33,14 +34,10 @@ func setupRabbit(t *testing.T) *rabbit {
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		r.with(func(ch *amqp.Channel) {
-			for _, queue := range []string{r.topic, r.topic + ".ours.000", r.topic + ".ours.dead"} {
-				_, err := ch.QueueDelete(queue, false, false, false)
-				require.NoError(t, err)
-			}
-			for _, exchange := range []string{r.topic, r.topic + ".ours"} {
-				require.NoError(t, ch.ExchangeDelete(exchange, false, false))
-			}
+			_, err := ch.QueueDelete(r.topic, false, false, false) // of watermill-amqp
+			require.NoError(t, err)
 		})
+		rabbitmq.Drop(t, r.url, r.topic, 1, "ours")
 		require.NoError(t, r.raw.Close())
 	})
 	return r

@@ -25,6 +25,8 @@ import (
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering/amqpshard"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering/kafkashard"
+	"github.com/seed-2f56a981/watermill-idempotent/ordering/sqlshard"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/rabbitmq"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/services"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
@@ -59,11 +61,33 @@ var brokers = map[string]func(t *testing.T) open{
 	"amqp4": func(t *testing.T) open {
 		return onRabbit(services.Value(t, services.AMQP4), amqpshard.Slots)
 	},
+	"postgres": func(t *testing.T) open { return onSQL(t, testdb.PGX) },
+	"mariadb":  func(t *testing.T) open { return onSQL(t, testdb.MySQL) },
 }
 
 func onRabbit(url string, routing amqpshard.Routing) open {
 	return func(t *testing.T, group string) ordering.Broker {
+		t.Cleanup(func() { // all topics and groups of a scenario have one suffix
+			_, suffix, _ := strings.Cut(group, "-")
+			for _, topic := range []string{"orders", "reserved", "poison"} {
+				rabbitmq.Drop(t, url, topic+"-"+suffix, shards, group)
+			}
+		})
 		broker, err := amqpshard.Open(t.Context(), amqpshard.Config{URL: url, Group: group, Shards: shards, Routing: routing}, nil)
+		require.NoError(t, err)
+		return broker
+	}
+}
+
+func onSQL(t *testing.T, driver testdb.Driver) open {
+	db := testdb.Create(t, driver)
+	require.NoError(t, sqlshard.Migrate(t.Context(), db.Open(t), driver.Dialect))
+	return func(t *testing.T, group string) ordering.Broker {
+		pool := db.Open(t)
+		pool.SetMaxOpenConns(2*shards + 2) // for two topics
+		broker, err := sqlshard.Open(t.Context(), sqlshard.Config{
+			DB: pool, Dialect: driver.Dialect, Group: group, Shards: shards, PollInterval: 50 * time.Millisecond,
+		}, nil)
 		require.NoError(t, err)
 		return broker
 	}
@@ -89,6 +113,18 @@ func TestSwap(t *testing.T) {
 	}
 }
 
+func TestSwapStrict(t *testing.T) {
+	t.Parallel()
+	for broker, connect := range brokers {
+		for _, driver := range testdb.Servers {
+			t.Run(broker+"/"+driver.Name, func(t *testing.T) {
+				t.Parallel()
+				runStrict(t, connect(t), driver)
+			})
+		}
+	}
+}
+
 // A returned message that the broker's publisher would refuse, because it has no
 // partition key, is refused before the commit: afterwards it would hold up its shard
 // for ever.
@@ -106,17 +142,7 @@ func TestReturnedMessageWithoutKey(t *testing.T) {
 			s.migrate(ctx)
 			b := open(t, "stock-"+suffix)
 			require.NoError(t, b.Declare(ctx, s.orders, s.reserved, s.poison))
-			store, err := deduplicator.NewSQLStore(ctx, s.db, s.dialect)
-			require.NoError(t, err)
-			chain, err := middleware.Chain(
-				middleware.WithObserver(s.observe),
-				middleware.WithPoisonQueue(b.Publisher(), s.poison),
-				middleware.Deduplicate(store, middleware.WithKey(deduplicator.FromMetadata("event_id"))),
-			)
-			require.NoError(t, err)
-			router, err := message.NewRouter(message.RouterConfig{}, nil)
-			require.NoError(t, err)
-			router.AddMiddleware(chain...)
+			router := s.router(b)
 			router.AddHandler("stock", s.orders, b.Subscriber(), s.reserved, b.Publisher(), func(msg *message.Message) ([]*message.Message, error) {
 				return []*message.Message{message.NewMessage(watermill.NewUUID(), msg.Payload)}, s.record(msg, "history")
 			})
@@ -159,11 +185,11 @@ func run(t *testing.T, open open, driver testdb.Driver) {
 	require.NoError(t, stock1.Declare(ctx, s.orders))
 
 	for _, broker := range []ordering.Broker{stock1, stock2} {
-		router := s.router(broker)
+		router := s.router(broker, s.newestWins()...)
 		router.AddHandler("stock", s.orders, broker.Subscriber(), s.reserved, broker.Publisher(), s.reserve)
 		defer s.start(router, broker)()
 	}
-	router := s.router(downstream)
+	router := s.router(downstream, s.newestWins()...)
 	router.AddConsumerHandler("ledger", s.reserved, downstream.Subscriber(), s.book)
 	defer s.start(router, downstream)()
 
@@ -184,6 +210,95 @@ func run(t *testing.T, open open, driver testdb.Driver) {
 		n := s.count(ctx, "SELECT COUNT(*) FROM "+deduplicator.DefaultProducedTable)
 		return n == 0, fmt.Sprintf("%d outputs are still stored", n)
 	})
+}
+
+// runStrict is the scenario of numbered producers and strict sequences: the events
+// of each entity come out of order, with copies that have keys of their own. A
+// second process takes the producer's name in the middle, the first goes on as a
+// zombie. One event has no sequence number, one always fails. Two workers share the
+// group.
+func runStrict(t *testing.T, open open, driver testdb.Driver) {
+	ctx := t.Context()
+	suffix := watermill.NewShortUUID()
+	s := &shop{
+		t: t, db: testdb.Open(t, driver), dialect: driver.Dialect,
+		orders: "orders-" + suffix, poison: "poison-" + suffix,
+		ended: map[string]map[string]middleware.Outcome{"strict": {}},
+	}
+	s.migrate(ctx)
+	worker1, worker2 := open(t, "strict-"+suffix), open(t, "strict-"+suffix)
+	require.NoError(t, worker1.Declare(ctx, s.orders, s.poison))
+	for _, broker := range []ordering.Broker{worker1, worker2} {
+		windows, err := ordering.NewWindows(ctx, s.db, s.dialect)
+		require.NoError(t, err)
+		sequence, err := ordering.NewSequence(ctx, s.db, s.dialect)
+		require.NoError(t, err)
+		router := s.router(broker, middleware.RejectReplayed(windows),
+			middleware.Sequence(sequence, middleware.WithSequence(ordering.VersionFromMetadata("version"))))
+		router.AddConsumerHandler("strict", s.orders, broker.Subscriber(), func(msg *message.Message) error {
+			if string(msg.Payload) == "bad" {
+				return errors.New("bad order")
+			}
+			return s.record(msg, "history")
+		})
+		defer s.start(router, broker)()
+	}
+
+	shop := open(t, "producer-"+suffix)
+	defer s.close(shop)
+	var published int
+	publish := func(producer *ordering.Producer, messages ...*message.Message) {
+		published += len(messages)
+		require.NoError(t, producer.Publisher(shop.Publisher(), nil).Publish(s.orders, messages...))
+	}
+	event := func(entity string, seq int) *message.Message {
+		return newEvent(fmt.Sprint(entity, "/", seq), entity, seq, fmt.Sprint("state ", seq))
+	}
+	takeName := func() *ordering.Producer {
+		producer, err := ordering.NewProducer(ctx, s.db, s.dialect, "shop")
+		require.NoError(t, err)
+		return producer
+	}
+	const strictEntities = entities / 2
+	zombie := takeName()
+	for e := range strictEntities {
+		entity := fmt.Sprint("P-", e)
+		third := event(entity, 3)
+		publish(zombie, event(entity, 2), event(entity, 1), third)
+		// The same number under another key, as a broker that lost a confirm has it.
+		again := third.Copy()
+		again.Metadata.Set("event_id", entity+"/again")
+		published++
+		require.NoError(t, shop.Publisher().Publish(s.orders, again))
+	}
+	producer := takeName()
+	for e := range strictEntities {
+		entity := fmt.Sprint("P-", e)
+		publish(producer, event(entity, 5), event(entity, 4), event(entity, 6))
+		publish(zombie, newEvent(entity+"/zombie", entity, 7, "zombie"))
+	}
+	failing := newEvent("P-bad/1", "P-bad", 1, "bad")
+	unnumbered := newEvent("P-0/none", "P-0", 0, "no sequence number")
+	unnumbered.Metadata.Set("version", "")
+	publish(producer, failing, event("P-bad", 2), unnumbered)
+
+	// A delivery that is repeated, after a rebalance for example, is not counted.
+	s.eventually(ctx, func() (bool, string) {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return len(s.ended["strict"]) >= published-strictEntities, fmt.Sprintf("%d of %d messages ended", len(s.ended["strict"]), published-strictEntities)
+	})
+	s.eventually(ctx, func() (bool, string) {
+		n := s.count(ctx, "SELECT COUNT(*) FROM history")
+		return n >= strictEntities*versions, fmt.Sprintf("%d effects", n)
+	})
+	s.checkHistory(ctx, "history", strictEntities)
+	s.mu.Lock()
+	require.Equal(t, strictEntities, s.first("strict")[middleware.Fenced], "zombies")
+	require.Equal(t, 1, s.first("strict")[middleware.Parked], "the one without a number")
+	s.mu.Unlock()
+	require.Equal(t, 2, s.count(ctx, "SELECT COUNT(*) FROM parked_messages"), "of the blocked entity")
+	require.Equal(t, 1, s.count(ctx, "SELECT COUNT(*) FROM entity_sequences WHERE state = 'blocked'"))
 }
 
 // shop is what the handlers work on and what is checked.
@@ -223,20 +338,16 @@ func (s *shop) migrate(ctx context.Context) {
 	}
 }
 
-func (s *shop) router(broker ordering.Broker) *message.Router {
-	ctx := s.t.Context()
-	store, err := deduplicator.NewSQLStore(ctx, s.db, s.dialect)
+// router has what all chains of this suite begin with, and then links.
+func (s *shop) router(broker ordering.Broker, links ...middleware.Link) *message.Router {
+	store, err := deduplicator.NewSQLStore(s.t.Context(), s.db, s.dialect)
 	require.NoError(s.t, err)
-	versions, err := ordering.NewVersions(ctx, s.db, s.dialect)
-	require.NoError(s.t, err)
-	chain, err := middleware.Chain(
+	chain, err := middleware.Chain(append([]middleware.Link{
 		middleware.WithObserver(s.observe),
 		middleware.WithPoisonQueue(broker.Publisher(), s.poison),
 		middleware.WithRetry(middleware.Retry{MaxRetries: 2, InitialInterval: 10 * time.Millisecond}),
 		middleware.Deduplicate(store, middleware.WithKey(deduplicator.FromMetadata("event_id"))),
-		middleware.RejectStale(versions, middleware.WithVersion(ordering.VersionFromMetadata("version"))),
-		middleware.Partition(ordering.KeyFromMetadata("order_id")),
-	)
+	}, links...)...)
 	require.NoError(s.t, err)
 	router, err := message.NewRouter(message.RouterConfig{}, nil)
 	require.NoError(s.t, err)
@@ -244,9 +355,19 @@ func (s *shop) router(broker ordering.Broker) *message.Router {
 	return router
 }
 
+func (s *shop) newestWins() []middleware.Link {
+	versions, err := ordering.NewVersions(s.t.Context(), s.db, s.dialect)
+	require.NoError(s.t, err)
+	return []middleware.Link{
+		middleware.RejectStale(versions, middleware.WithVersion(ordering.VersionFromMetadata("version"))),
+		middleware.Partition(ordering.KeyFromMetadata("order_id")),
+	}
+}
+
 func (s *shop) observe(_ context.Context, event middleware.Event) {
 	switch event.Outcome {
-	case middleware.Retried, middleware.Failed, middleware.InFlight:
+	case middleware.Retried, middleware.Failed, middleware.InFlight,
+		middleware.ProducerGap, middleware.Released, middleware.EntityBlocked:
 		return
 	}
 	s.mu.Lock()
@@ -351,20 +472,7 @@ func (s *shop) publish(pub message.Publisher) int {
 
 func (s *shop) checkEffects(ctx context.Context) {
 	for _, table := range []string{"history", "ledger"} {
-		rows, err := s.db.QueryContext(ctx, "SELECT entity, version FROM "+table+" ORDER BY id")
-		require.NoError(s.t, err)
-		applied := map[string][]int{}
-		for rows.Next() {
-			var entity string
-			var version int
-			require.NoError(s.t, rows.Scan(&entity, &version))
-			applied[entity] = append(applied[entity], version)
-		}
-		require.NoError(s.t, errors.Join(rows.Err(), rows.Close()))
-		require.Len(s.t, applied, entities, table)
-		for entity, got := range applied {
-			require.Equal(s.t, []int{1, 2, 3, 4, 5, 6}, got, "%s of %s: each version once, in order", table, entity)
-		}
+		s.checkHistory(ctx, table, entities)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -376,6 +484,24 @@ func (s *shop) checkEffects(ctx context.Context) {
 	require.LessOrEqual(s.t, got[middleware.Processed], entities*versions)
 	require.LessOrEqual(s.t, got[middleware.Stale], (versions-2)*entities/4)
 	require.GreaterOrEqual(s.t, got[middleware.Duplicate], entities*versions*2/3)
+}
+
+// checkHistory checks that table has each version of n entities once, in order.
+func (s *shop) checkHistory(ctx context.Context, table string, n int) {
+	rows, err := s.db.QueryContext(ctx, "SELECT entity, version FROM "+table+" ORDER BY id")
+	require.NoError(s.t, err)
+	applied := map[string][]int{}
+	for rows.Next() {
+		var entity string
+		var version int
+		require.NoError(s.t, rows.Scan(&entity, &version))
+		applied[entity] = append(applied[entity], version)
+	}
+	require.NoError(s.t, errors.Join(rows.Err(), rows.Close()))
+	require.Len(s.t, applied, n, table)
+	for entity, got := range applied {
+		require.Equal(s.t, []int{1, 2, 3, 4, 5, 6}, got, "%s of %s: each version once, in order", table, entity)
+	}
 }
 
 // checkParked reads the poison queue.
@@ -403,6 +529,7 @@ func (s *shop) checkParked(ctx context.Context, broker ordering.Broker) {
 			require.True(s.t, ok, "parked by mistake: %s", msg.Payload)
 			require.Contains(s.t, msg.Metadata.Get("reason_poisoned"), reason)
 			require.Equal(s.t, s.orders, msg.Metadata.Get("topic_poisoned"))
+			require.Regexp(s.t, `^(amqp|kafka|sql)shard\.subscriber$`, msg.Metadata.Get("subscriber_poisoned"))
 			delete(want, string(msg.Payload))
 			msg.Ack()
 		case <-ctx.Done():

@@ -1,6 +1,6 @@
 // Package services brings up the real servers that the tests run against:
-// PostgreSQL, MariaDB, RabbitMQ and Apache Kafka, and on request RabbitMQ 4,
-// MySQL and Redis.
+// PostgreSQL, MariaDB, RabbitMQ, Apache Kafka and Redis, and on request RabbitMQ 4
+// and MySQL.
 //
 // [Manager.Up] looks for each server in this order and takes the first that is
 // there: the one that its environment variable names, our own running instance,
@@ -47,7 +47,7 @@ const (
 var ErrUnavailable = errors.New("services: server unavailable")
 
 // Default returns the servers that are meant when none is named.
-func Default() []Name { return []Name{Postgres, MariaDB, AMQP, Kafka} }
+func Default() []Name { return []Name{Postgres, MariaDB, AMQP, Kafka, Redis} }
 
 // All returns every known server, the default ones first.
 func All() []Name {
