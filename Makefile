@@ -28,7 +28,7 @@ test-long:
 test-matrix: export TEST_MATRIX = mysql
 test-matrix:
 	$(SERVICES) run postgres mysql amqp kafka -- go test -race -count=1 -p 2 -timeout 30m ./tests/internal/testdb ./tests/store ./tests/maintenance \
-		./tests/property ./tests/sequence ./tests/producer ./tests/outbox ./tests/handlertest ./tests/crash
+		./tests/ledger ./tests/write ./tests/property ./tests/sequence ./tests/producer ./tests/outbox ./tests/handlertest ./tests/crash
 
 ## test-fast: the tests that need no server
 test-fast:
