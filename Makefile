@@ -8,7 +8,7 @@ SERVICES    = go run ./tests/services
 PACKAGES = ./... ./examples/... ./examples/querylayers/... ./tests/...
 MODULES  = . examples examples/querylayers tests
 
-.PHONY: test test-long test-fast bench services services-stop lint lint-static vuln orders
+.PHONY: test test-long test-matrix test-fast bench load services services-stop lint lint-static vuln orders
 
 ## test: all tests, with the race detector, on the real servers
 test:
@@ -29,17 +29,31 @@ test-long:
 	BROKER_KILL=1 $(SERVICES) run amqp amqp4 -- go test -race -count=1 -timeout 30m -v -run TestBrokerFaults ./tests/amqp
 	$(SERVICES) run postgres mariadb -- go test -run '^$$' -fuzz FuzzKeys -fuzztime $(FUZZ_TIME) -fuzzminimizetime 10x ./tests/property
 
+## test-matrix: the database suites on MySQL instead of MariaDB (a chroot of Debian sid: root, 900 MB)
+test-matrix: export TEST_MATRIX = mysql
+test-matrix:
+	$(SERVICES) run postgres mysql amqp kafka -- go test -race -count=1 -p 2 -timeout 30m ./tests/internal/testdb ./tests/store ./tests/maintenance \
+		./tests/ledger ./tests/write ./tests/property ./tests/sequence ./tests/producer ./tests/outbox ./tests/handlertest ./tests/crash
+
 ## test-fast: the tests that need no server
 test-fast:
 	go test -count=1 ./deduplicator/... ./internal/... ./middleware/... ./ordering/... ./examples/... ./examples/querylayers/...
 
 ## bench: what the middlewares and brokers cost, as ratios against the same work by hand, the release of parked
-## messages, and the choice of a shard
+## messages, the choice of a shard, and known keys (with BENCH_LATENCY=1, at 1 ms per round trip to PostgreSQL and MariaDB)
 bench:
-	$(SERVICES) run postgres mariadb redis -- go test -run '^$$' -bench 'Single|Outputs|Duplicates|Do' -benchtime 100x ./tests/bench ./tests/ledger
+	$(SERVICES) run postgres mariadb redis -- go test -run '^$$' -bench 'Single|Outputs|Duplicates|TableSize|Do' -benchtime 100x ./tests/bench ./tests/ledger
 	$(SERVICES) run postgres mariadb amqp4 kafka -- go test -run '^$$' -bench 'Publish|EndToEnd' -benchtime 15x ./tests/bench
 	$(SERVICES) run postgres mariadb -- go test -run '^$$' -bench Release -benchtime 3x ./tests/sequence
-	go test -run '^$$' -bench Routing ./ordering
+	go test -run '^$$' -bench 'Routing|KnownKeys' ./ordering ./deduplicator
+
+## load: live traffic beside four cleaners that delete EXPIRED rows; a table of ROWS rows against an empty one; 1 ms round trips
+load: EXPIRED ?= 5000000
+load: ROWS ?= 10000000
+load:
+	$(SERVICES) run postgres mariadb -- go test -run '^$$' -bench Cleaners -benchtime 1x -timeout 3h ./tests/load -expired $(EXPIRED)
+	BENCH_ROWS=$(ROWS) $(SERVICES) run postgres mariadb -- go test -run '^$$' -bench TableSize -benchtime 100x -timeout 3h ./tests/bench
+	BENCH_LATENCY=1 $(SERVICES) run postgres mariadb -- go test -run '^$$' -bench 'Single|Outputs|Duplicates' -benchtime 50x -timeout 1h ./tests/bench
 
 ## services, services-stop: start the real servers and leave them running; stop them
 services:

@@ -188,10 +188,12 @@ func WithMaxAttempts(n int) Option {
 
 // WithClaimTimeout sets how long a message waits while another transaction holds
 // its key, instead of [DefaultClaimTimeout]. When it passes, Process returns
-// [ErrInFlight] and the connection is free: back in the pool, or on PostgreSQL
-// closed, since there the driver cancels the statement. MySQL and MariaDB round it up
-// to whole seconds; on SQLite, where every writer waits for every other, the driver's
-// busy timeout comes on top. Values under [MinClaimTimeout] are refused.
+// [ErrInFlight] and the connection is free: back in the pool, or on PostgreSQL and
+// MySQL closed, since there the driver gives up the statement. MySQL's server notices
+// that only when its own innodb_lock_wait_timeout (50 s) has passed or the key is
+// free. MariaDB rounds the timeout up to whole seconds; on SQLite, where every writer
+// waits for every other, the driver's busy timeout comes on top. Values under
+// [MinClaimTimeout] are refused.
 func WithClaimTimeout(d time.Duration) Option {
 	return optionFunc(func(c *config) { c.claimTimeout = d })
 }

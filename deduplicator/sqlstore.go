@@ -249,19 +249,21 @@ func (s *SQLStore) undo(ctx context.Context, tx *sql.Tx, claim Claim, cause erro
 }
 
 func (s *SQLStore) claim(ctx context.Context, tx *sql.Tx, claim Claim) (isNew bool, err error) {
+	wait := ctx
+	if s.queries.unboundedClaim { // it ends with the context, and with it the connection
+		var cancel context.CancelFunc
+		wait, cancel = context.WithTimeout(ctx, s.config.claimTimeout)
+		defer cancel()
+	}
 	args := []any{sqldb.EncodeKey(claim.Consumer), sqldb.EncodeKey(claim.Key), claim.Fingerprint}
 	var result sql.Result
 	if s.claimStmt != nil {
-		result, err = tx.StmtContext(ctx, s.claimStmt).ExecContext(ctx, args...)
+		result, err = tx.StmtContext(wait, s.claimStmt).ExecContext(wait, args...)
 	} else {
-		// A lock_timeout around this statement alone costs it 20 µs, so PostgreSQL's
-		// wait ends with a context, and with it the connection.
-		wait, cancel := context.WithTimeout(ctx, s.config.claimTimeout)
-		defer cancel()
 		result, err = tx.ExecContext(wait, s.queries.claim, args...)
-		if err != nil && wait.Err() != nil && ctx.Err() == nil {
-			return false, fmt.Errorf("%w: %w", ErrInFlight, err)
-		}
+	}
+	if err != nil && wait.Err() != nil && ctx.Err() == nil {
+		return false, fmt.Errorf("%w: %w", ErrInFlight, err)
 	}
 	if err != nil {
 		return false, err

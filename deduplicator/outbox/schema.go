@@ -89,13 +89,19 @@ func (s postgres) SelectQuery(topic, _ string, _ watermillsql.OffsetsAdapter) wa
 
 func (s postgres) InsertQuery(topic string, msgs message.Messages) (watermillsql.Query, error) {
 	q, err := s.DefaultPostgreSQLSchema.InsertQuery(topic, msgs)
+	return metadataAsText(q), err
+}
+
+// metadataAsText is for drivers that prepare no statement. pgx then sends bytes as
+// bytea, and go-sql-driver (interpolateParams) as binary, which is no JSON to
+// PostgreSQL or MySQL.
+func metadataAsText(q watermillsql.Query) watermillsql.Query {
 	for i := 2; i < len(q.Args); i += 3 {
-		// Without a prepared statement pgx sends bytes as bytea, which is no JSON.
 		if metadata, ok := q.Args[i].([]byte); ok {
 			q.Args[i] = string(metadata)
 		}
 	}
-	return q, err
+	return q
 }
 
 func (s postgres) SubscribeIsolationLevel() sql.IsolationLevel { return sql.LevelReadCommitted }
@@ -108,6 +114,11 @@ type mysql struct {
 func (s mysql) SelectQuery(topic, _ string, _ watermillsql.OffsetsAdapter) watermillsql.Query {
 	return watermillsql.Query{Query: "SELECT m.`offset`, m.uuid, m.payload, m.metadata FROM " + s.lock + " alone STRAIGHT_JOIN " +
 		s.MessagesTable(topic) + " m WHERE alone.id = 1 ORDER BY m.`offset` LIMIT 1 FOR UPDATE SKIP LOCKED"}
+}
+
+func (s mysql) InsertQuery(topic string, msgs message.Messages) (watermillsql.Query, error) {
+	q, err := s.DefaultMySQLSchema.InsertQuery(topic, msgs)
+	return metadataAsText(q), err
 }
 
 func (s mysql) SubscribeIsolationLevel() sql.IsolationLevel { return sql.LevelReadCommitted }

@@ -59,7 +59,7 @@ func SQL(t testing.TB, db *sql.DB, dialect deduplicator.Dialect, store deduplica
 	case deduplicator.MySQL:
 		s.Transient = []error{&MySQLError{Number: 1213}, &MySQLError{Number: 1205}}
 	case deduplicator.SQLite:
-		s.Transient = []error{codeError(5), codeError(6), codeError(5 | 2<<8)} // busy, locked, busy snapshot
+		s.Transient = []error{sqliteError(5), sqliteError(6), sqliteError(5 | 2<<8)} // busy, locked, busy snapshot
 	}
 	return s
 }
@@ -78,7 +78,7 @@ type MySQLError struct{ Number uint16 }
 
 func (e *MySQLError) Error() string { return "erreur du serveur" }
 
-type codeError int
+type sqliteError int
 
-func (e codeError) Error() string { return "occupé" }
-func (e codeError) Code() int     { return int(e) }
+func (e sqliteError) Error() string { return "occupé" }
+func (e sqliteError) Code() int     { return int(e) }

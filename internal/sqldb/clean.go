@@ -22,16 +22,15 @@ func (d Dialect) DeleteOldest(table, column, end, condition string, rows int, ke
 			" FOR UPDATE OF p SKIP LOCKED))"
 	case MySQL:
 		// A DELETE with ORDER BY and LIMIT would read and lock the whole table where
-		// the optimizer thinks that most rows are due. This subquery is answered from
-		// the index alone. Cleaners lock rows in its order, so they wait for each other
-		// and don't deadlock. A key may have been deleted and claimed anew meanwhile, so
-		// the time is compared again, in a way that no index serves.
+		// the optimizer thinks that most rows are due. Inside a DELETE, MySQL locks what
+		// a subquery reads, shared: two cleaners would then wait for each other. So it is
+		// locked for update, and another cleaner's rows are skipped.
 		same := make([]string, len(key))
 		for i, column := range key {
 			same[i] = "d." + column + " = b." + column
 		}
-		return "DELETE d FROM (SELECT " + columns + " FROM " + table + " p WHERE " + batch + ") b STRAIGHT_JOIN " + table +
-			" d ON " + strings.Join(same, " AND ") + " AND d." + column + " + INTERVAL 0 SECOND < " + end
+		return "DELETE d FROM (SELECT " + columns + " FROM " + table + " p WHERE " + batch + " FOR UPDATE SKIP LOCKED) b STRAIGHT_JOIN " + table +
+			" d ON " + strings.Join(same, " AND ")
 	default:
 		return "DELETE FROM " + table + " WHERE (" + columns + ") IN (SELECT " + columns + " FROM " + table + " p WHERE " + batch + ")"
 	}

@@ -161,7 +161,10 @@ func Ping(ctx context.Context, db *sql.DB) error {
 	ctx, cancel := context.WithTimeout(ctx, pingLimit)
 	defer cancel()
 	answer := make(chan error, 1)
-	go func() { answer <- db.PingContext(ctx) }()
+	go func() {
+		// SQLite may refuse to open a connection while others open theirs.
+		answer <- Retry(ctx, pingLimit, func() error { return db.PingContext(ctx) })
+	}()
 	var err error
 	select {
 	case err = <-answer:
@@ -193,35 +196,48 @@ const pingLimit = 30 * time.Second
 const applyLimit = 30 * time.Second
 
 func apply(ctx context.Context, db *sql.DB, d Dialect, script string) error {
+	if d != PostgreSQL {
+		// MySQL commits each statement anyway; on SQLite a transaction may take
+		// the write lock, and wait for a handler, though nothing is to be done.
+		return each(script, func(stmt string) error {
+			_, err := db.ExecContext(ctx, stmt)
+			return err
+		})
+	}
 	tx, err := db.BeginTx(ctx, nil)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = tx.Rollback() }() // after Commit it does nothing
-	if d == PostgreSQL {
-		// CREATE IF NOT EXISTS fails when two sessions run it at the same time.
-		if _, err := tx.ExecContext(ctx, "SELECT pg_advisory_xact_lock(7482510394471)"); err != nil {
+	// CREATE IF NOT EXISTS fails when two sessions run it at the same time.
+	if _, err := tx.ExecContext(ctx, "SELECT pg_advisory_xact_lock(7482510394471)"); err != nil {
+		return err
+	}
+	err = each(script, func(stmt string) error {
+		exists, err := indexExists(ctx, tx, stmt)
+		if err != nil || exists {
 			return err
 		}
+		_, err = tx.ExecContext(ctx, stmt)
+		return err
+	})
+	if err != nil {
+		return err
 	}
-	for _, stmt := range strings.Split(script, ";") {
+	return tx.Commit()
+}
+
+// each calls do for each statement of script.
+func each(script string, do func(stmt string) error) error {
+	for stmt := range strings.SplitSeq(script, ";") {
 		if strings.TrimSpace(stmt) == "" {
 			continue
 		}
-		if d == PostgreSQL {
-			exists, err := indexExists(ctx, tx, stmt)
-			if err != nil {
-				return err
-			}
-			if exists {
-				continue
-			}
-		}
-		if _, err := tx.ExecContext(ctx, stmt); err != nil {
+		if err := do(stmt); err != nil {
 			return err
 		}
 	}
-	return tx.Commit()
+	return nil
 }
 
 var createIndex = regexp.MustCompile(`^\s*CREATE INDEX IF NOT EXISTS "([^"]+)" ON (\S+)`)

@@ -1,6 +1,9 @@
 package sqldb
 
-import "reflect"
+import (
+	"reflect"
+	"strings"
+)
 
 // SQLite's result codes, without the extended part (https://sqlite.org/rescode.html).
 const (
@@ -45,30 +48,42 @@ func LockTimeout(err error) bool {
 // codes returns the SQLSTATE of a PostgreSQL driver's error, the error number of
 // go-sql-driver/mysql's, or the primary result code of a SQLite driver's, but not
 // those of what e wraps: an application's own errors around them may have methods
-// of the same names. Where a driver offers no method, its field is read by
-// reflection.
+// of the same names. The latter two have no method that an interface could name,
+// so they are read by reflection.
 func codes(e error) (state string, number uint16, code int) {
-	switch e := e.(type) { //nolint:errorlint // walk does it
-	case interface{ SQLState() string }:
+	if e, ok := e.(interface{ SQLState() string }); ok { //nolint:errorlint // walk does it
 		return e.SQLState(), 0, 0
-	case interface{ Code() int }:
-		return "", 0, e.Code() & 0xff
 	}
 	v := reflect.Indirect(reflect.ValueOf(e))
-	if v.Kind() != reflect.Struct {
+	if !v.IsValid() {
 		return "", 0, 0
 	}
-	switch {
-	case v.Type().Name() == "MySQLError":
+	if v.Kind() == reflect.Struct && v.Type().Name() == "MySQLError" {
 		if f := v.FieldByName("Number"); f.IsValid() && f.CanUint() {
 			number = uint16(f.Uint())
 		}
-	case v.Type().String() == "sqlite3.Error": // mattn/go-sqlite3
-		if f := v.FieldByName("Code"); f.IsValid() && f.CanInt() {
-			code = int(f.Int()) & 0xff
-		}
+	} else if name := v.Type().PkgPath() + "." + v.Type().Name(); strings.Contains(strings.ToLower(name), "sqlite") {
+		code = sqliteCode(v, reflect.ValueOf(e))
 	}
 	return "", number, code
+}
+
+// sqliteCode reads the result code of v, an error of a SQLite driver, which e may
+// be a pointer to. The caller has looked at its name: other libraries' errors have
+// a Code too, and 5 is "not found" in gRPC's.
+func sqliteCode(v, e reflect.Value) int {
+	if method := e.MethodByName("Code"); method.IsValid() && method.Type().NumIn() == 0 && method.Type().NumOut() == 1 {
+		v = method.Call(nil)[0] // modernc.org/sqlite: int; ncruces/go-sqlite3: ErrorCode
+	} else if v.Kind() == reflect.Struct {
+		v = v.FieldByName("Code") // mattn/go-sqlite3: ErrNo
+	}
+	switch { // or the error is a code itself
+	case v.IsValid() && v.CanInt():
+		return int(v.Int()) & 0xff
+	case v.IsValid() && v.CanUint():
+		return int(v.Uint()) & 0xff
+	}
+	return 0
 }
 
 // walk calls visit for err and what it wraps until visit returns true.

@@ -19,10 +19,20 @@ type MySQLError struct{ Number uint16 }
 
 func (*MySQLError) Error() string { return "verrou" }
 
-type codeError int
+// The shapes of SQLite drivers' errors; tests/store has the drivers' own.
+type (
+	sqliteError int
+	sqlitePlain uint16
+	sqliteNil   struct{ Code int }
+	otherError  int
+)
 
-func (codeError) Error() string { return "occupé" }
-func (c codeError) Code() int   { return int(c) }
+func (sqliteError) Error() string { return "occupé" }
+func (e sqliteError) Code() int   { return int(e) }
+func (sqlitePlain) Error() string { return "occupé" }
+func (*sqliteNil) Error() string  { return "occupé" }
+func (otherError) Error() string  { return "not found" }
+func (e otherError) Code() int    { return int(e) }
 
 // appError is an application's own error, with methods that drivers' have too.
 type appError struct{ error }
@@ -48,10 +58,14 @@ func TestTransientB28(t *testing.T) {
 		{&MySQLError{1213}, true, false},
 		{&MySQLError{1205}, true, true},
 		{&MySQLError{1062}, false, false},
-		{codeError(5), true, true},
-		{codeError(517), true, true}, // SQLITE_BUSY_SNAPSHOT
-		{codeError(262), true, true}, // SQLITE_LOCKED_SHAREDCACHE
-		{codeError(19), false, false},
+		{sqliteError(5), true, true},
+		{sqliteError(517), true, true}, // SQLITE_BUSY_SNAPSHOT
+		{sqliteError(262), true, true}, // SQLITE_LOCKED_SHAREDCACHE
+		{sqliteError(19), false, false},
+		{sqlitePlain(517), true, true},
+		{sqlitePlain(19), false, false},
+		{(*sqliteNil)(nil), false, false},
+		{otherError(5), false, false},
 		{sqlite3.Error{Code: 5}, true, true},
 		{sqlite3.Error{Code: 19}, false, false},
 	} {

@@ -26,7 +26,7 @@ import (
 //
 // The figures are those of BenchmarkSingle.
 func BenchmarkDuplicates(b *testing.B) {
-	compare(b, func(b *testing.B, driver testdb.Driver) []variant {
+	compare(b, "by-hand", func(b *testing.B, driver testdb.Driver) []variant {
 		h := newHand(b, driver)
 		database := h.newStore(b, deduplicator.WithKnownKeys(0))
 		transaction, known := chained(b, database, "transaction"), chained(b, h.newStore(b), "known")

@@ -23,7 +23,7 @@ import (
 //
 // The figures are those of BenchmarkSingle.
 func BenchmarkOutputs(b *testing.B) {
-	compare(b, func(b *testing.B, driver testdb.Driver) []variant {
+	compare(b, "by-hand", func(b *testing.B, driver testdb.Driver) []variant {
 		h := newHand(b, driver)
 		store := h.newStore(b)
 		insert := driver.Dialect.Rebind(`INSERT INTO outbox (id, topic, payload) VALUES (?, ?, ?)`)

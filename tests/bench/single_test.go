@@ -1,5 +1,10 @@
 // Package bench_test measures what the middlewares cost, as ratios against the
 // same work done by hand in the same run.
+//
+// The environment sets how:
+//
+//	BENCH_LATENCY  milliseconds that each round trip to a server takes in addition
+//	BENCH_ROWS     rows of BenchmarkTableSize's large table, 100,000 if unset
 package bench_test
 
 import (
@@ -10,11 +15,14 @@ import (
 	"runtime"
 	"slices"
 	"strconv"
+	"strings"
 	"testing"
 	"time"
 
+	toxiproxy "github.com/Shopify/toxiproxy/v2"
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/rs/zerolog"
 	"github.com/stretchr/testify/require"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
@@ -59,15 +67,16 @@ type variant struct {
 // x-NAME is by-hand's time divided by NAME's, the median over the blocks, so
 // higher is faster; adds%-NAME is what NAME's time adds to that of deduplicate, in
 // percent; allocs-NAME is allocations per message.
-func BenchmarkSingle(b *testing.B) { compare(b, variants) }
+func BenchmarkSingle(b *testing.B) { compare(b, "by-hand", variants) }
 
-// compare runs the variants in turn, on one driver for each kind of database.
-func compare(b *testing.B, variants func(b *testing.B, driver testdb.Driver) []variant) {
+// compare runs the variants in turn, on one driver for each kind of database, and
+// relates them to the one named base.
+func compare(b *testing.B, base string, variants func(b *testing.B, driver testdb.Driver) []variant) {
 	b.Helper()
 	for _, driver := range testdb.Servers {
 		b.Run(driver.Name, func(b *testing.B) {
 			variants := variants(b, driver)
-			alternate(b, "by-hand", variants)
+			alternate(b, base, variants)
 		})
 	}
 }
@@ -161,6 +170,33 @@ func median(times, by []time.Duration) float64 {
 	return values[len(values)/2]
 }
 
+// setting returns what an environment variable says.
+func setting(b *testing.B, variable string, unset int) int {
+	b.Helper()
+	text := os.Getenv(variable)
+	if text == "" {
+		return unset
+	}
+	n, err := strconv.Atoi(text)
+	if err != nil || n < 0 {
+		b.Fatalf("%s: %q is not a number", variable, text)
+	}
+	return n
+}
+
+// delayed returns the address of a proxy before upstream, whose answers take
+// longer by so many milliseconds.
+func delayed(b *testing.B, upstream string, ms int) string {
+	b.Helper()
+	server := toxiproxy.NewServer(toxiproxy.NewMetricsContainer(nil), zerolog.Nop())
+	proxy := toxiproxy.NewProxy(server, "database", "127.0.0.1:0", upstream)
+	require.NoError(b, proxy.Start())
+	b.Cleanup(proxy.Stop)
+	_, err := proxy.Toxics.AddToxicJson(strings.NewReader(fmt.Sprintf(`{"type": "latency", "stream": "downstream", "attributes": {"latency": %d}}`, ms)))
+	require.NoError(b, err)
+	return proxy.Listen
+}
+
 // hand is a database with the tables of this module and of those who do without.
 type hand struct {
 	db      *sql.DB
@@ -171,7 +207,11 @@ type hand struct {
 func newHand(b *testing.B, driver testdb.Driver) *hand {
 	b.Helper()
 	ctx := b.Context()
-	h := &hand{db: testdb.Open(b, driver), dialect: driver.Dialect}
+	database := testdb.Create(b, driver)
+	if ms := setting(b, "BENCH_LATENCY", 0); ms > 0 {
+		database = database.Through(b, func(upstream string) string { return delayed(b, upstream, ms) })
+	}
+	h := &hand{db: database.Open(b), dialect: driver.Dialect}
 	require.NoError(b, deduplicator.Migrate(ctx, h.db, driver.Dialect))
 	require.NoError(b, ordering.Migrate(ctx, h.db, driver.Dialect))
 	for _, query := range []string{

@@ -5,9 +5,12 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/stretchr/testify/require"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
@@ -50,7 +53,7 @@ func killAtEachStep(t *testing.T, tr *trial) {
 		event := strings.ReplaceAll(string(at.step), " ", "-")
 		tr.publish(tr.newEvent(event, "entity"))
 		s := tr.settings
-		s.Stop, s.StopIn = at.step, delivery{stock, event}
+		s.Stop, s.StopIn, s.Relay = at.step, delivery{stock, event}, false
 		c := spawn(t, s)
 		c.awaitStop(at.step)
 		c.Kill()
@@ -77,6 +80,62 @@ func killAtEachStep(t *testing.T, tr *trial) {
 	}
 	c := spawn(t, tr.settings)
 	defer c.Kill()
+	tr.requireExactlyOnce()
+}
+
+// A handler returns a thousand messages, of which the broker takes 400. The worker
+// dies before it has told the broker, and so does the next one, halfway. Downstream
+// each has one effect, under the UUIDs of the attempt that took effect.
+func TestThousandOutputsB09(t *testing.T) {
+	t.Parallel()
+	for name, open := range map[string]func(t *testing.T) *trial{
+		"kafka/pgx":  func(t *testing.T) *trial { return onDatabase(t, testdb.PGX, apacheKafka) },
+		"amqp/mysql": func(t *testing.T) *trial { return onDatabase(t, testdb.MySQL, rabbitMQ) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			const outputs = 1000
+			tr := open(t)
+			many := tr.newEvent("many", "entity")
+			many.Metadata.Set("outputs", strconv.Itoa(outputs))
+			tr.publish(many)
+			s := tr.settings
+			s.StopIn, s.Relay = delivery{stock, "many"}, false
+			for _, refuseAfter := range []int{400, 700} {
+				s.RefuseAfter, s.Stop = refuseAfter, refused
+				c := spawn(t, s)
+				c.awaitStop(refused)
+				c.kill()
+			}
+			c := spawn(t, tr.settings)
+			defer c.kill()
+			booked := "SELECT COUNT(*) FROM effects WHERE handler = 'ledger' AND detail = 'many'"
+			tr.eventually("the outputs in the ledger", func(ctx context.Context) (bool, error) {
+				var n int
+				err := tr.db.QueryRowContext(ctx, booked).Scan(&n)
+				return n >= outputs, err
+			})
+			tr.requireExactlyOnce()
+			require.Equal(t, outputs, tr.count(booked))
+		})
+	}
+}
+
+// A worker dies when its message is acknowledged but its outputs are still stored.
+// Nobody redelivers them: they are the relay's.
+func TestAcknowledgedOutputsAreTheRelays(t *testing.T) {
+	t.Parallel()
+	tr := onDatabase(t, testdb.PGX, kafka)
+	tr.publish(tr.newEvent("only", "entity"))
+	s := tr.settings
+	s.Stop, s.StopIn, s.Relay = forgetting, delivery{}, false
+	c := spawn(t, s)
+	c.awaitStop(forgetting)
+	tr.awaitAck()
+	c.kill()
+	require.Equal(t, 2, tr.count("SELECT COUNT(*) FROM "+deduplicator.DefaultProducedTable))
+	c = spawn(t, tr.settings)
+	defer c.kill()
 	tr.requireExactlyOnce()
 }
 

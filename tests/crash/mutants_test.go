@@ -122,7 +122,7 @@ func TestTheComparisonFindsMutants(t *testing.T) {
 			tr := onDatabase(t, driver, kafka)
 			tr.publish(tr.newEvent("only", "entity"))
 			s := tr.settings
-			s.Mutant, s.Stop, s.StopIn = name, m.killedAt, delivery{stock, "only"}
+			s.Mutant, s.Relay, s.Stop, s.StopIn = name, false, m.killedAt, delivery{stock, "only"} // the relay would mend some
 			c := spawn(t, s)
 			c.awaitStop(m.killedAt)
 			if m.before != nil {

@@ -162,7 +162,7 @@ func TestDatabaseIsKilled(t *testing.T) {
 		driver  string
 	}{
 		{services.Postgres, deduplicator.PostgreSQL, "pgx"},
-		{services.MariaDB, deduplicator.MySQL, "mysql"},
+		{testdb.MySQLServer(t), deduplicator.MySQL, "mysql"},
 	} {
 		t.Run(string(db.name), func(t *testing.T) {
 			t.Parallel()

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -31,6 +32,8 @@ type trial struct {
 	producer ordering.Broker
 	audit    ordering.Broker
 	events   []string
+	stale    []string // events that must take no effect
+	version  int
 }
 
 type brokerKind func(t *testing.T, s *settings)
@@ -43,14 +46,19 @@ func kafka(t *testing.T, s *settings) {
 	s.Kafka = cluster.ListenAddrs()
 }
 
+// apacheKafka is a server.
+func apacheKafka(t *testing.T, s *settings) {
+	s.Kafka = strings.Split(services.Value(t, services.Kafka), ",")
+}
+
 func rabbitMQ(t *testing.T, s *settings) { s.AMQP = services.Value(t, services.AMQP) }
 
 func newTrial(t *testing.T, dialect deduplicator.Dialect, dsn string, db *sql.DB, broker brokerKind) *trial {
 	t.Helper()
 	ctx := t.Context()
-	tr := &trial{t: t, db: db, settings: settings{Dialect: dialect, DSN: dsn, Run: watermill.NewShortUUID()}}
-	require.NoError(t, deduplicator.Migrate(ctx, db, dialect))
-	_, err := db.ExecContext(ctx, "CREATE TABLE effects (handler varchar(20) NOT NULL, event varchar(64) NOT NULL, detail varchar(100) NOT NULL)")
+	tr := &trial{t: t, db: db, settings: settings{Dialect: dialect, DSN: dsn, Run: watermill.NewShortUUID(), Relay: true}}
+	require.NoError(t, errors.Join(deduplicator.Migrate(ctx, db, dialect), ordering.Migrate(ctx, db, dialect)))
+	_, err := db.ExecContext(ctx, "CREATE TABLE effects (handler varchar(20) NOT NULL, event varchar(64) NOT NULL, detail text NOT NULL)")
 	require.NoError(t, err)
 	broker(t, &tr.settings)
 	open := func(group string) ordering.Broker {
@@ -84,6 +92,9 @@ func (tr *trial) newEvent(name, entity string) *message.Message {
 	msg := message.NewMessage(watermill.NewUUID(), []byte("order "+name))
 	msg.Metadata.Set("event_id", name)
 	msg.Metadata.Set(ordering.PartitionKeyMetadata, entity)
+	msg.Metadata.Set("outputs", "2")
+	tr.version++
+	msg.Metadata.Set("version", strconv.Itoa(tr.version))
 	return msg
 }
 
@@ -98,7 +109,8 @@ func (tr *trial) publish(messages ...*message.Message) {
 }
 
 // publishNext publishes n new events, every third one twice. The copy is of the
-// same shard, or of another one and so is handled at the same time.
+// same shard, or of another one and so is handled at the same time. An old version
+// comes last.
 func (tr *trial) publishNext(n int) {
 	tr.t.Helper()
 	var messages []*message.Message
@@ -111,6 +123,10 @@ func (tr *trial) publishNext(n int) {
 		}
 	}
 	tr.publish(messages...)
+	old := tr.newEvent(fmt.Sprintf("stale-%d", len(tr.stale)), "entity-0")
+	old.Metadata.Set("version", "0")
+	require.NoError(tr.t, tr.producer.Publisher().Publish(tr.orders(), old))
+	tr.stale = append(tr.stale, old.Metadata.Get("event_id"))
 }
 
 // sentinels returns one entity for each shard.
@@ -149,6 +165,12 @@ func (tr *trial) requireExactlyOnce() {
 	if faults := tr.finish(); len(faults) > 0 {
 		require.FailNow(tr.t, fmt.Sprintf("%d faults", len(faults)), "%s", strings.Join(faults[:min(len(faults), 20)], "\n"))
 	}
+	// Those whose message was acknowledged just before a kill are the relay's.
+	tr.eventually("no stored outputs", func(ctx context.Context) (bool, error) {
+		var n int
+		err := tr.db.QueryRowContext(ctx, "SELECT COUNT(*) FROM "+deduplicator.DefaultProducedTable).Scan(&n)
+		return n == 0, err
+	})
 }
 
 type effect struct{ event, detail string }
@@ -166,6 +188,11 @@ func (tr *trial) compare() (faults []string) {
 			continue
 		}
 		reserved[e.event] = strings.Fields(e.detail)
+	}
+	for _, event := range tr.stale {
+		if reserved[event] != nil {
+			fault("stale event %s took effect", event)
+		}
 	}
 	for _, event := range tr.events {
 		if reserved[event] == nil {
@@ -204,7 +231,7 @@ func (tr *trial) compare() (faults []string) {
 	if len(booked) > outputs {
 		fault("%d messages are booked, %d were returned", len(booked), outputs)
 	}
-	for handler, want := range map[string]int{stock: len(tr.events), ledger: outputs} {
+	for handler, want := range map[string]int{stock: len(tr.events) + len(tr.stale), ledger: outputs} {
 		if got := tr.claims(handler); got != want {
 			fault("%s has %d claims, want %d", handler, got, want)
 		}

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -28,7 +29,7 @@ import (
 
 const shards = 4
 
-// The handlers. Stock returns two messages for each one that it gets, which the
+// The handlers. Stock returns messages for each one that it gets, which the
 // ledger books. The ledger's key is the UUID: an output that came again under
 // another one would be booked twice.
 const (
@@ -49,7 +50,9 @@ const (
 	committed     step = "committed"      // the answer has arrived at the driver
 	publishing    step = "publishing"     // no output is published
 	publishedHalf step = "published half" // one of two is
+	refused       step = "refused"        // the broker takes no more of them
 	published     step = "published"      // all are, the message is not acknowledged
+	forgetting    step = "forgetting"     // it is, its outputs are still stored
 )
 
 // settings are what a worker needs to know; a child gets them as JSON.
@@ -60,6 +63,9 @@ type settings struct {
 	AMQP    string
 	Run     string // keeps runs apart on a broker
 	Proxy   string // where to find the database instead of where DSN says
+
+	Relay       bool // runs beside the handlers
+	RefuseAfter int  // outputs of one message; 0: the broker takes all
 
 	// Stop is the step at which a child halts and waits to be killed, and StopIn
 	// where. Empty: it does not.
@@ -125,13 +131,18 @@ func startWorker(ctx context.Context, s settings, hook hook, observe middleware.
 	if w.db, err = openDB(s, hook); err != nil {
 		return w, err
 	}
-	var store deduplicator.Store
-	if store, err = deduplicator.NewSQLStore(ctx, w.db, s.Dialect); err != nil {
+	store, err := deduplicator.NewSQLStore(ctx, w.db, s.Dialect)
+	if err != nil {
 		return w, err
 	}
+	versions, err := ordering.NewVersions(ctx, w.db, s.Dialect)
+	if err != nil {
+		return w, err
+	}
+	var used deduplicator.Store = store
 	mutant := mutants[s.Mutant]
 	if mutant.store != nil {
-		store = mutant.store(store)
+		used = mutant.store(store)
 	}
 	router, err := message.NewRouter(message.RouterConfig{CloseTimeout: 10 * time.Second}, watermill.NopLogger{})
 	if err != nil {
@@ -155,21 +166,32 @@ func startWorker(ctx context.Context, s settings, hook hook, observe middleware.
 		if name == ledger {
 			key = deduplicator.FromUUID()
 		}
-		chain, err := middleware.Chain(
+		links := []middleware.Link{
 			middleware.WithObserver(observe),
 			middleware.WithPoisonQueue(broker.Publisher(), s.poison()),
 			middleware.WithRetry(middleware.Retry{MaxRetries: 5, InitialInterval: 10 * time.Millisecond, MaxInterval: 200 * time.Millisecond}),
-			middleware.Deduplicate(store, middleware.WithKey(key)),
-		)
+			middleware.Deduplicate(used, middleware.WithKey(key)),
+		}
+		if name == stock {
+			links = append(links, middleware.RejectStale(versions, middleware.WithVersion(ordering.VersionFromMetadata("version"))))
+		}
+		chain, err := middleware.Chain(links...)
 		if err != nil {
 			return w, err
 		}
 		if name == stock {
-			pub := hookedPublisher{broker.Publisher(), hook}
+			pub := hookedPublisher{broker.Publisher(), s.RefuseAfter, hook}
 			router.AddHandler(name, s.orders(), broker.Subscriber(), s.reserved(), pub, h.reserve).AddMiddleware(chain...)
 		} else {
 			router.AddConsumerHandler(name, s.reserved(), broker.Subscriber(), h.book).AddMiddleware(chain...)
 		}
+	}
+	if s.Relay {
+		relay, err := deduplicator.NewRelay(store, w.brokers[0].Publisher(), deduplicator.WithMinAge(time.Second), deduplicator.WithInterval(200*time.Millisecond))
+		if err != nil {
+			return w, err
+		}
+		router.AddPlugin(relay.Plugin)
 	}
 	w.router = router
 	go func() { w.done <- router.Run(ctx) }()
@@ -230,6 +252,8 @@ func openDB(s settings, h hook) (*sql.DB, error) {
 		d, ok := ctx.Value(deliveryKey{}).(delivery)
 		isClaim := strings.Contains(e.Query, "INSERT") && strings.Contains(e.Query, deduplicator.DefaultProcessedTable)
 		switch {
+		case e.Step == sqlhook.Statement && strings.HasPrefix(e.Query, "DELETE") && strings.Contains(e.Query, deduplicator.DefaultProducedTable):
+			return h(delivery{}, forgetting)
 		case !ok:
 			return nil
 		case e.Step == sqlhook.Statement && isClaim:
@@ -325,13 +349,22 @@ type handlers struct {
 // reserve is the handler of orders.
 func (h handlers) reserve(msg *message.Message) ([]*message.Message, error) {
 	event := msg.Metadata.Get("event_id")
-	outputs := make([]*message.Message, 2)
+	n, err := strconv.Atoi(msg.Metadata.Get("outputs"))
+	if err != nil {
+		return nil, err
+	}
+	outputs, uuids := make([]*message.Message, n), make([]string, n)
 	for i := range outputs {
 		outputs[i] = message.NewMessage(watermill.NewUUID(), msg.Payload) // a new one on each attempt
 		outputs[i].Metadata.Set("event_id", event)
-		outputs[i].Metadata.Set(ordering.PartitionKeyMetadata, msg.Metadata.Get(ordering.PartitionKeyMetadata))
+		entity := msg.Metadata.Get(ordering.PartitionKeyMetadata)
+		if n > shards { // for all of them
+			entity = fmt.Sprint(entity, i)
+		}
+		outputs[i].Metadata.Set(ordering.PartitionKeyMetadata, entity)
+		uuids[i] = outputs[i].UUID
 	}
-	if err := h.write(msg, stock, event, outputs[0].UUID+" "+outputs[1].UUID); err != nil {
+	if err := h.write(msg, stock, event, strings.Join(uuids, " ")); err != nil {
 		return nil, err
 	}
 	return outputs, nil
@@ -370,7 +403,8 @@ func insertEffect(d deduplicator.Dialect) string {
 
 type hookedPublisher struct {
 	message.Publisher
-	hook hook
+	refuseAfter int
+	hook        hook
 }
 
 func (p hookedPublisher) Publish(topic string, messages ...*message.Message) error {
@@ -378,6 +412,9 @@ func (p hookedPublisher) Publish(topic string, messages ...*message.Message) err
 	at := publishing
 	for i, msg := range messages {
 		d = delivery{stock, msg.Metadata.Get("event_id")}
+		if p.refuseAfter > 0 && i >= p.refuseAfter {
+			return errors.Join(errors.New("refused"), p.hook(d, refused))
+		}
 		if err := p.hook(d, at); err != nil {
 			return err
 		}

@@ -151,17 +151,20 @@ func TestCleanerKeepsClaimsWithOutputs(t *testing.T) {
 // fill inserts rows that are expired, the oldest first.
 func fill(t *testing.T, db *sql.DB, d testdb.Driver, rows int) {
 	t.Helper()
+	if rows == 0 {
+		return
+	}
 	columns := "INSERT INTO processed_messages (consumer_name, message_key, processed_at) "
 	switch d.Dialect {
 	case deduplicator.PostgreSQL:
-		exec(t, db, columns+fmt.Sprintf("SELECT 'c', 'expired ' || i, now() - interval '1 day' + i * interval '1 millisecond' FROM generate_series(1, %d) i", rows))
+		exec(t, db, columns+fmt.Sprintf("SELECT 'c', 'expired ' || i, now() - interval '1 day' + i * interval '1 millisecond' FROM %s", testdb.Numbers(rows)))
 		exec(t, db, "ANALYZE processed_messages")
 	case deduplicator.MySQL:
-		exec(t, db, columns+fmt.Sprintf("SELECT 'c', CONCAT('expired ', seq), UTC_TIMESTAMP(6) - INTERVAL 1 DAY + INTERVAL seq * 1000 MICROSECOND FROM seq_1_to_%d", rows))
+		exec(t, db, columns+fmt.Sprintf("SELECT 'c', CONCAT('expired ', i), UTC_TIMESTAMP(6) - INTERVAL 1 DAY + INTERVAL i * 1000 MICROSECOND FROM %s", testdb.Numbers(rows)))
 		exec(t, db, "ANALYZE TABLE processed_messages")
 	case deduplicator.SQLite:
-		exec(t, db, fmt.Sprintf("WITH RECURSIVE s(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM s WHERE i < %d) ", rows)+columns+
-			"SELECT 'c', 'expired ' || i, strftime('%Y-%m-%d %H:%M:%f', 'now', '-1 day', '+' || (i / 1000.0) || ' seconds') FROM s")
+		exec(t, db, columns+"SELECT 'c', 'expired ' || i, strftime('%Y-%m-%d %H:%M:%f', 'now', '-1 day', '+' || (i / 1000.0) || ' seconds') FROM "+
+			testdb.Numbers(rows))
 	}
 }
 
@@ -290,9 +293,14 @@ func TestCleanerUsesItsIndexB97(t *testing.T) {
 					require.Contains(t, plan, "Index Cond: (processed_at < ")
 					require.NotContains(t, plan, "Seq Scan on "+table)
 				case deduplicator.MySQL:
-					require.Regexp(t, `\|p\|range\|[^|]*\|`+index+`\|`, plan)
-					require.Regexp(t, `\|d\|eq_ref\|[^|]*\|PRIMARY\|`, plan)
+					// MySQL has one more column, which is empty, and reads all of an empty index.
+					require.Regexp(t, `\|p\|+(range|index)\|[^|]*\|`+index+`\|`, plan)
+					require.True(t, table == "message_attempts" || strings.Contains(plan, "range"), plan)
+					require.Regexp(t, `\|d\|+eq_ref\|[^|]*\|PRIMARY\|`, plan)
 					require.NotContains(t, plan, "filesort")
+					if !testdb.IsMariaDB(t, d) {
+						require.NotContains(t, plan, "MATERIALIZED") // of all outputs, each of which it would lock
+					}
 				case deduplicator.SQLite:
 					require.Regexp(t, `SEARCH p USING (COVERING )?INDEX `+index+` \(`+column+`<\?\)`, plan)
 					require.NotContains(t, plan, "SCAN "+table)
@@ -305,10 +313,9 @@ func TestCleanerUsesItsIndexB97(t *testing.T) {
 // explain returns the plan, a line for each row and | between the columns.
 func explain(t *testing.T, db *sql.DB, d testdb.Driver, statement string) string {
 	t.Helper()
-	prefix := "EXPLAIN "
-	if d.Dialect == deduplicator.SQLite {
-		prefix = "EXPLAIN QUERY PLAN "
-	}
+	prefix := map[deduplicator.Dialect]string{
+		deduplicator.PostgreSQL: "EXPLAIN ", deduplicator.MySQL: "EXPLAIN FORMAT=TRADITIONAL ", deduplicator.SQLite: "EXPLAIN QUERY PLAN ",
+	}[d.Dialect]
 	rows, err := db.QueryContext(t.Context(), prefix+statement)
 	require.NoError(t, err)
 	defer rows.Close()

@@ -17,12 +17,12 @@ import (
 // which epoch is the last, and nothing of what was not committed.
 func TestStateSurvivesAKilledDatabase(t *testing.T) {
 	t.Parallel()
-	for name, d := range map[services.Name]testdb.Driver{services.Postgres: testdb.PGX, services.MariaDB: testdb.MySQL} {
+	for name, d := range map[services.Name]testdb.Driver{services.Postgres: testdb.PGX, testdb.MySQLServer(t): testdb.MySQL} {
 		t.Run(string(name), func(t *testing.T) {
 			t.Parallel()
 			server := services.NewInstance(t, name)
 			driver := "pgx"
-			if name == services.MariaDB {
+			if d == testdb.MySQL {
 				driver = "mysql"
 			}
 			db, err := sql.Open(driver, server.Value())

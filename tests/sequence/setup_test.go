@@ -38,7 +38,7 @@ func TestMain(m *testing.M) {
 const consumer = "stock"
 
 // drivers are one for each kind of database, and both ways in which MySQL counts.
-var drivers = []testdb.Driver{testdb.PGX, testdb.PQ, testdb.MySQL, testdb.MySQLFoundRows, testdb.SQLite}
+var drivers = []testdb.Driver{testdb.PGX, testdb.PQ, testdb.MySQL, testdb.MySQLFoundRows, testdb.SQLite, testdb.SQLite3}
 
 func each(t *testing.T, drivers []testdb.Driver, test func(t *testing.T, d testdb.Driver)) {
 	t.Helper()

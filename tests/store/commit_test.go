@@ -80,7 +80,7 @@ func (t *lossyTx) Commit() error {
 // the server is still at it.
 func TestLostCommitB93(t *testing.T) {
 	t.Parallel()
-	each(t, []testdb.Driver{testdb.PGX, testdb.MySQL, testdb.SQLite}, func(t *testing.T, d testdb.Driver) {
+	each(t, []testdb.Driver{testdb.PGX, testdb.MySQL, testdb.SQLite, testdb.SQLite3}, func(t *testing.T, d testdb.Driver) {
 		database := testdb.Create(t, d)
 		plain := database.Open(t)
 		connector := &lossy{driver: plain.Driver(), dsn: database.DSN}

@@ -10,6 +10,7 @@ import (
 	osexec "os/exec"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -196,7 +197,7 @@ func TestInFlightIsNoAttempt(t *testing.T) {
 		}
 		db := testdb.Open(t, d)
 		migrate(t, db, d)
-		store := newStore(t, db, d, deduplicator.WithMaxAttempts(1), deduplicator.WithClaimTimeout(deduplicator.MinClaimTimeout))
+		store := newStore(t, db, d, deduplicator.WithMaxAttempts(1), deduplicator.WithClaimTimeout(time.Second))
 		planned := errors.New("planned")
 		_, err := store.Process(t.Context(), claimOf("k"), func(context.Context) ([]deduplicator.Output, error) {
 			for range 3 {

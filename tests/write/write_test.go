@@ -299,6 +299,9 @@ func TestTwinsAtOnce(t *testing.T) {
 // A transaction that has read before others wrote still says what is.
 func TestTransitionBehindASnapshot(t *testing.T) {
 	forEachDriver(t, func(f fixture) {
+		if f.driver == testdb.SQLite3 {
+			return // it begins with the write lock, so nobody writes behind its back
+		}
 		f.upsert(write.Row{"shop": 1, "id": "7", "status": "placed"})
 		tx, err := f.db.BeginTx(f.ctx, nil) // on MySQL, repeatable read
 		require.NoError(f, err)

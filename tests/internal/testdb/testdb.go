@@ -1,5 +1,5 @@
 // Package testdb gives tests a database of their own on the real servers, per
-// driver: a schema on PostgreSQL, a database on MariaDB, a file for SQLite.
+// driver: a schema on PostgreSQL, a database on MariaDB or MySQL, a file for SQLite.
 package testdb
 
 import (
@@ -15,18 +15,17 @@ import (
 	"time"
 
 	"github.com/go-sql-driver/mysql"
-	_ "github.com/jackc/pgx/v5/stdlib" // driver "pgx"
-	_ "github.com/lib/pq"              // driver "postgres"
-	_ "modernc.org/sqlite"             // driver "sqlite"
+	_ "github.com/jackc/pgx/v5/stdlib"       // driver "pgx"
+	_ "github.com/lib/pq"                    // driver "postgres"
+	_ "github.com/ncruces/go-sqlite3/driver" // driver "sqlite3"
+	_ "modernc.org/sqlite"                   // driver "sqlite"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/services"
 )
 
-// The variables that name the servers, as "go run ./tests/services env" prints them.
-const (
-	PostgresVariable = "TEST_POSTGRES_DSN"
-	MariaDBVariable  = "TEST_MARIADB_DSN"
-)
+// MatrixVariable names another server for the MySQL drivers than MariaDB: "mysql".
+const MatrixVariable = "TEST_MATRIX"
 
 // PoolSize is how many connections a pool of [Database.Open] has.
 const PoolSize = 5
@@ -40,7 +39,7 @@ type Driver struct {
 	foundRows, parseTime bool   // of MySQL
 }
 
-// The drivers. MariaDB is reached through the MySQL ones.
+// The drivers. The MySQL ones reach [MySQLServer].
 var (
 	PGX                     = Driver{Name: "pgx", Dialect: deduplicator.PostgreSQL, driver: "pgx"}
 	PQ                      = Driver{Name: "pq", Dialect: deduplicator.PostgreSQL, driver: "postgres"}
@@ -49,10 +48,11 @@ var (
 	MySQLFoundRows          = Driver{Name: "mysql clientFoundRows", Dialect: deduplicator.MySQL, driver: "mysql", foundRows: true}
 	MySQLFoundRowsParseTime = Driver{Name: "mysql clientFoundRows parseTime", Dialect: deduplicator.MySQL, driver: "mysql", foundRows: true, parseTime: true}
 	SQLite                  = Driver{Name: "sqlite", Dialect: deduplicator.SQLite, driver: "sqlite"}
+	SQLite3                 = Driver{Name: "sqlite3", Dialect: deduplicator.SQLite, driver: "sqlite3"} // it begins immediate
 )
 
 // All is every driver.
-var All = []Driver{PGX, PQ, MySQL, MySQLParseTime, MySQLFoundRows, MySQLFoundRowsParseTime, SQLite}
+var All = []Driver{PGX, PQ, MySQL, MySQLParseTime, MySQLFoundRows, MySQLFoundRowsParseTime, SQLite, SQLite3}
 
 // Servers is one driver for each kind of database.
 var Servers = []Driver{PGX, MySQL, SQLite}
@@ -63,6 +63,27 @@ type Database struct {
 	Driver Driver
 	Name   string // of the database or schema; of SQLite's file, its path
 	DSN    string // for a driver's own connections and for other processes
+}
+
+// MySQLServer is the server that the MySQL drivers reach: MariaDB, or what
+// [MatrixVariable] says.
+func MySQLServer(t testing.TB) services.Name {
+	t.Helper()
+	switch name := os.Getenv(MatrixVariable); name {
+	case "":
+		return services.MariaDB
+	case string(services.MySQL):
+		return services.MySQL
+	default:
+		t.Fatalf("testdb: %s is %q, must be %q or not set", MatrixVariable, name, services.MySQL)
+		return ""
+	}
+}
+
+// IsMariaDB reports whether d reaches MariaDB.
+func IsMariaDB(t testing.TB, d Driver) bool {
+	t.Helper()
+	return d.Dialect == deduplicator.MySQL && MySQLServer(t) == services.MariaDB
 }
 
 // Open creates a database and returns a pool for it.
@@ -78,13 +99,13 @@ func Create(t testing.TB, d Driver) *Database {
 	database := &Database{Driver: d, Name: "test_" + strings.ToLower(rand.Text()[:16])}
 	switch d.Dialect {
 	case deduplicator.PostgreSQL:
-		server := environment(t, PostgresVariable)
+		server := services.Value(t, services.Postgres)
 		database.DSN = withSearchPath(server, database.Name)
 		admin(t, d.driver, server, "CREATE SCHEMA "+database.Name, "DROP SCHEMA "+database.Name+" CASCADE")
 	case deduplicator.MySQL:
-		config, err := mysql.ParseDSN(environment(t, MariaDBVariable))
+		config, err := mysql.ParseDSN(services.Value(t, MySQLServer(t)))
 		if err != nil {
-			t.Fatalf("testdb: %s is not a DSN of go-sql-driver/mysql", MariaDBVariable)
+			t.Fatalf("testdb: the value for %s is not a DSN of go-sql-driver/mysql", MySQLServer(t))
 		}
 		config.ParseTime, config.ClientFoundRows = d.parseTime, d.foundRows
 		server := config.FormatDSN()
@@ -96,6 +117,30 @@ func Create(t testing.TB, d Driver) *Database {
 		database.DSN = SQLiteDSN(database.Name, 200*time.Millisecond)
 	}
 	return database
+}
+
+// Through returns the database as it is reached through a TCP proxy, which proxy
+// starts before an address. SQLite has none, so it stays as it is.
+func (database *Database) Through(t testing.TB, proxy func(upstream string) (address string)) *Database {
+	t.Helper()
+	proxied := *database
+	switch database.Driver.Dialect {
+	case deduplicator.PostgreSQL:
+		u, err := url.Parse(database.DSN)
+		if err != nil || u.Host == "" {
+			t.Fatalf("testdb: the DSN of PostgreSQL is not a URL with a host")
+		}
+		u.Host = proxy(u.Host)
+		proxied.DSN = u.String()
+	case deduplicator.MySQL:
+		config, err := mysql.ParseDSN(database.DSN)
+		if err != nil {
+			t.Fatalf("testdb: the DSN is not one of go-sql-driver/mysql")
+		}
+		config.Addr = proxy(config.Addr)
+		proxied.DSN = config.FormatDSN()
+	}
+	return &proxied
 }
 
 // Open returns a pool of [PoolSize] connections and closes it at the end of t.
@@ -115,19 +160,10 @@ func (database *Database) Open(t testing.TB) *sql.DB {
 	return db
 }
 
-// SQLiteDSN is a DSN of modernc.org/sqlite for a file with a write-ahead log.
+// SQLiteDSN is a DSN of both SQLite drivers for a file with a write-ahead log.
 func SQLiteDSN(path string, busyTimeout time.Duration) string {
 	return fmt.Sprintf("file:%s?_pragma=busy_timeout(%d)&_pragma=journal_mode(WAL)&_pragma=synchronous(NORMAL)",
 		path, busyTimeout.Milliseconds())
-}
-
-func environment(t testing.TB, variable string) string {
-	t.Helper()
-	value := os.Getenv(variable)
-	if value == "" {
-		t.Fatalf("testdb: %s is not set: run make services, which starts the servers and says what to set", variable)
-	}
-	return value
 }
 
 // withSearchPath sets the schema that unqualified names mean, for a DSN that is
@@ -163,4 +199,22 @@ func admin(t testing.TB, driver, dsn, create, drop string) {
 	if t.Failed() {
 		t.FailNow()
 	}
+}
+
+// Numbers is a derived table of one column i with the numbers from 1 to n, at most
+// 10 million, for any dialect. It is fast enough to fill large tables with.
+func Numbers(n int) string {
+	digits := "SELECT 0 AS d"
+	for d := 1; d < 10; d++ {
+		digits += fmt.Sprintf(" UNION ALL SELECT %d", d)
+	}
+	sum, from := "1", ""
+	for place, factor := 0, 1; place == 0 || factor < n; place, factor = place+1, factor*10 {
+		if place > 0 {
+			from += " CROSS JOIN "
+		}
+		sum += fmt.Sprintf(" + %d * t%d.d", factor, place)
+		from += fmt.Sprintf("(%s) t%d", digits, place)
+	}
+	return fmt.Sprintf("(SELECT i FROM (SELECT %s AS i FROM %s) s WHERE i <= %d) numbers", sum, from, n)
 }
