@@ -105,10 +105,10 @@ func TestThousandOutputsB09(t *testing.T) {
 				s.RefuseAfter, s.Stop = refuseAfter, refused
 				c := spawn(t, s)
 				c.awaitStop(refused)
-				c.kill()
+				c.Kill()
 			}
 			c := spawn(t, tr.settings)
-			defer c.kill()
+			defer c.Kill()
 			booked := "SELECT COUNT(*) FROM effects WHERE handler = 'ledger' AND detail = 'many'"
 			tr.eventually("the outputs in the ledger", func(ctx context.Context) (bool, error) {
 				var n int
@@ -132,10 +132,10 @@ func TestAcknowledgedOutputsAreTheRelays(t *testing.T) {
 	c := spawn(t, s)
 	c.awaitStop(forgetting)
 	tr.awaitAck()
-	c.kill()
+	c.Kill()
 	require.Equal(t, 2, tr.count("SELECT COUNT(*) FROM "+deduplicator.DefaultProducedTable))
 	c = spawn(t, tr.settings)
-	defer c.kill()
+	defer c.Kill()
 	tr.requireExactlyOnce()
 }
 
