@@ -16,7 +16,7 @@ import (
 // Defaults of [NewCleaner].
 const (
 	DefaultCleanInterval = 10 * time.Minute
-	DefaultCleanBatch    = 1000
+	DefaultCleanBatch    = 100
 	DefaultCleanPause    = 50 * time.Millisecond
 )
 

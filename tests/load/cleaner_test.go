@@ -26,6 +26,8 @@ import (
 var (
 	expired = flag.Int("expired", 200_000, "expired rows that the cleaners delete")
 	rate    = flag.Int("rate", 200, "live messages per second")
+	batch   = flag.Int("batch", deduplicator.DefaultCleanBatch, "rows per statement of a cleaner")
+	pause   = flag.Duration("pause", deduplicator.DefaultCleanPause, "its pause between statements")
 	block   = flag.Duration("block", 5*time.Second, "time without cleaners, and then with them, in turn")
 )
 
@@ -111,7 +113,7 @@ func clean(t testing.TB, d testdb.Driver, expired int, block time.Duration) *res
 	fill(t, db, d, expired)
 	store, err := deduplicator.NewSQLStore(t.Context(), db, d.Dialect, deduplicator.WithRetention(retention))
 	require.NoError(t, err)
-	cleaner, err := deduplicator.NewCleaner(store)
+	cleaner, err := deduplicator.NewCleaner(store, deduplicator.WithCleanBatch(*batch, *pause))
 	require.NoError(t, err)
 
 	r := &result{}
