@@ -36,9 +36,10 @@ import (
 // When call is called for an effect that was unknown, its error says nothing about the
 // call before: whatever it is marked with, the effect stays unknown.
 //
-// Args is what the effect is about, such as amount and currency: what encoding/json
-// makes of it is compared, by a hash, so that the same effect is not run with other
-// arguments. Nil is compared as well.
+// Args is what the effect is about, such as amount and currency. What encoding/json
+// makes of it is compared at every delivery, by a hash, so that the same effect is not
+// run with other arguments: see [ErrArguments]. So give it only what comes from the
+// message and never changes. Nil is compared as well.
 //
 // Call gets the idempotency key of [KeyFor], which its context carries too, see
 // [KeyFromContext]. That context ends with ctx, and when another process has taken
@@ -131,7 +132,7 @@ func (e *execution) run(ctx context.Context, call func(context.Context) (any, er
 			return nil, e.error(deduplicator.ErrUnavailable, err, false)
 		}
 		if string(r.arguments) != string(e.arguments) {
-			return nil, e.error(ErrArguments, nil, true)
+			return nil, e.error(ErrArguments, errChanged, true)
 		}
 		switch {
 		case r.state == stateSucceeded && r.reason.Valid:
@@ -314,7 +315,8 @@ func (l *Ledger) outcome(answer Answer) (state string, result []byte, reason str
 // hold calls do with a context for calls, and renews the lease until do returns. When
 // do panics or leaves by Goexit, the effect is unknown.
 func (e *execution) hold(ctx context.Context, do func(context.Context)) {
-	callCtx, cancel := context.WithCancelCause(context.WithValue(ctx, callKey{}, call{key: e.key, effect: e.id.name}))
+	of := call{key: e.key, effect: e.id.name, once: e.effect.rule.callsOnce()}
+	callCtx, cancel := context.WithCancelCause(context.WithValue(ctx, callKey{}, of))
 	stop := e.keepLease(ctx, cancel)
 	returned := false
 	defer func() {

@@ -71,6 +71,9 @@ type Rule struct {
 	ask    func(context.Context, UnknownEffect) (Answer, error)
 }
 
+// callsOnce reports whether a request of the effect must not be sent a second time.
+func (r Rule) callsOnce() bool { return r.kind != ruleCallAgain && r.kind != ruleRetryWithKey }
+
 // CallAgain calls again: the effect takes place at least once. For what may happen
 // twice, a notification for example.
 func CallAgain() Rule { return Rule{kind: ruleCallAgain} }

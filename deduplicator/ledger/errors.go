@@ -14,6 +14,9 @@ type permanentError struct{ text string }
 func (e *permanentError) Error() string   { return e.text }
 func (e *permanentError) Permanent() bool { return true }
 
+// errChanged is the cause of every ErrArguments.
+var errChanged = errors.New("pass only what comes from the message and never changes; give what is another effect another name, see Effect.Part")
+
 // errPermanent is in the chain of an [EffectError] that is permanent.
 var errPermanent = &permanentError{"trying again can't help"}
 

@@ -123,12 +123,21 @@ type callKey struct{}
 type call struct {
 	key    string
 	effect string // empty if it is not a call of Do
+	once   bool   // the rule allows no second request
 }
 
 // ContextWithKey returns a context that carries the idempotency key of a request,
-// for a transport that sends it along.
+// for a transport that sends it along. In a call of [Do] it changes the key alone.
 func ContextWithKey(ctx context.Context, key string) context.Context {
-	return context.WithValue(ctx, callKey{}, call{key: key})
+	of, _ := ctx.Value(callKey{}).(call)
+	of.key = key
+	return context.WithValue(ctx, callKey{}, of)
+}
+
+// sendOnce reports whether ctx is the one of a call that must not be repeated.
+func sendOnce(ctx context.Context) bool {
+	of, _ := ctx.Value(callKey{}).(call)
+	return of.once
 }
 
 // KeyFromContext returns the idempotency key of the effect that ctx belongs to: of

@@ -41,9 +41,10 @@ type TransportConfig struct {
 	// Header carries the key.
 	Header string
 
-	// Unquoted sends the key as it is, for a provider that takes the quotes for a part
-	// of it and refuses them. The draft has them: the field is a String of RFC 8941.
-	Unquoted bool
+	// Quoted sends the key in quotes, as a String of RFC 8941, for a provider that
+	// implements draft-ietf-httpapi-idempotency-key-header. A provider may take the two
+	// forms for two keys: to change it between two attempts can repeat an effect.
+	Quoted bool
 
 	// MaxAttempts is how often a request is sent, 1 or more; 1 is never again.
 	MaxAttempts int
@@ -123,8 +124,14 @@ func def[T comparable](value, instead T) T {
 // has already; requests with a safe method (GET, HEAD, OPTIONS, TRACE) get none. One
 // key is one request: give an effect that needs several of them a [Effect.Part] each.
 //
-// It is for providers that recognise the key. One that does not would do twice what
-// is sent twice.
+// The key is sent as [Do] hands it out and as [Ledger.Unknown] lists it.
+//
+// In a call of Do under [AskOperator] or [AskProvider], which nobody may repeat, a
+// request is sent once, unless its method is safe: the first response or error is
+// returned, and net/http is kept from sending again what it has begun to send. For
+// that a base sees the key's header in lower case, and no GetBody. Outside of such a
+// call the Transport is for providers that recognise the key: one that does not would do
+// twice what is sent twice.
 //
 // A request may be sent again if it has a key or an idempotent method (the safe ones,
 // PUT and DELETE: RFC 9110, section 9.2.2). A POST or PATCH without a key is sent once.
@@ -142,8 +149,8 @@ func def[T comparable](value, instead T) T {
 // again, see [TransportConfig]. Then the last response is returned, with its body,
 // or else a [TransportError].
 //
-// net/http by itself sends a request once more, with its key, when the provider has
-// closed the connection that it was to use.
+// net/http by itself sends a request with a key once more when the provider has closed
+// the connection that it was to use.
 //
 // It is safe for concurrent use. Use one for each provider: it is what the bound of
 // the attempts is about.
@@ -199,8 +206,12 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	ctx := req.Context()
 	out := req.Clone(ctx)
 	keyed, err := t.setKey(out)
-	repeatable := err == nil && (keyed || idempotent(req.Method))
-	if repeatable {
+	once := !safe(req.Method) && sendOnce(ctx)
+	repeatable := err == nil && !once && (keyed || idempotent(req.Method))
+	switch {
+	case once:
+		unrepeatable(out)
+	case repeatable:
 		repeatable, err = t.keepBody(out)
 	}
 	if err == nil {
@@ -275,7 +286,7 @@ func (t *Transport) setKey(req *http.Request) (bool, error) {
 		return false, fmt.Errorf("%w: an idempotency key has 1 to %d bytes of ASCII without control characters, quotes and backslashes; this has %d bytes",
 			ErrInvalidEffect, MaxKeyBytes, len(key))
 	}
-	if !t.config.Unquoted {
+	if t.config.Quoted {
 		key = `"` + key + `"`
 	}
 	req.Header.Set(t.config.Header, key)
@@ -292,6 +303,18 @@ func safe(method string) bool {
 
 func idempotent(method string) bool {
 	return safe(method) || method == http.MethodPut || method == http.MethodDelete
+}
+
+// unrepeatable keeps net/http from sending req again: it repeats what has no body, or a
+// GetBody, and one of these headers in their canonical form (Request.isReplayable).
+func unrepeatable(req *http.Request) {
+	req.GetBody = nil
+	for _, name := range []string{"Idempotency-Key", "X-Idempotency-Key"} {
+		if values, ok := req.Header[name]; ok {
+			delete(req.Header, name)
+			req.Header[strings.ToLower(name)] = values
+		}
+	}
 }
 
 // keepBody gives req a GetBody if it needs one, and reports whether it can be sent

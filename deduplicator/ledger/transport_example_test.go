@@ -45,7 +45,7 @@ func ExampleTransport() {
 		fmt.Println(res.Status)
 	}
 	// Output:
-	// provider gets "f9d66ba3-af6f-8a63-af72-cfc4d3cd0cbd"
-	// provider gets "f9d66ba3-af6f-8a63-af72-cfc4d3cd0cbd"
+	// provider gets f9d66ba3-af6f-8a63-af72-cfc4d3cd0cbd
+	// provider gets f9d66ba3-af6f-8a63-af72-cfc4d3cd0cbd
 	// 200 OK
 }

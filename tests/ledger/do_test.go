@@ -333,6 +333,7 @@ func TestBadInput(t *testing.T) {
 				return err
 			})
 			require.ErrorIs(t, err, ledger.ErrArguments)
+			require.Regexp(t, "comes from the message .* Effect.Part$", err.Error())
 			require.True(t, middleware.IsPermanent(err))
 			require.Equal(t, "succeeded", k.state("args"))
 			_, err = ledger.Do(k.of("args2"), k.ledger, effect, func() {}, never)
