@@ -99,7 +99,8 @@ func AskProvider(ask func(ctx context.Context, unknown UnknownEffect) (Answer, e
 
 // AskOperator never calls again by itself: the effect takes place at most once. The
 // message is parked, and the effect is listed by [Ledger.Unknown] until somebody
-// calls [Ledger.Resolve].
+// calls [Ledger.Resolve]. The client of the call must not repeat a request by itself
+// either, which a [Transport] sees to.
 func AskOperator() Rule { return Rule{kind: ruleAskOperator} }
 
 // Answer says what became of an effect. The zero value is [AnswerUnknown].

@@ -43,7 +43,9 @@ var (
 
 	// ErrArguments says that the same effect of the same message was run before
 	// with other arguments, in this run of the handler or in an earlier one. What
-	// is durable is the effect with those; trying again can't help.
+	// is durable is the effect with those; trying again can't help. Pass [Do] only what
+	// comes from the message and never changes, and give what is another effect
+	// another name, see [Effect.Part].
 	ErrArguments error = &permanentError{"ledger: same effect, other arguments"}
 
 	// ErrFailed says that the provider has refused the effect for good, now or at
