@@ -129,9 +129,12 @@ func def[T comparable](value, instead T) T {
 // In a call of Do under [AskOperator] or [AskProvider], which nobody may repeat, a
 // request is sent once, unless its method is safe: the first response or error is
 // returned, and net/http is kept from sending again what it has begun to send. For
-// that a base sees the key's header in lower case, and no GetBody. Outside of such a
-// call the Transport is for providers that recognise the key: one that does not would do
-// twice what is sent twice.
+// that a base sees the key's header in lower case, and no GetBody. One thing is left:
+// net/http repeats a request without a body that an HTTP/2 server has reset with
+// PROTOCOL_ERROR; give it a body.
+//
+// Otherwise the Transport is for providers that recognise the key: one that does not
+// would do twice what is sent twice.
 //
 // A request may be sent again if it has a key or an idempotent method (the safe ones,
 // PUT and DELETE: RFC 9110, section 9.2.2). A POST or PATCH without a key is sent once.

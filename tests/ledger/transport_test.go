@@ -2,12 +2,15 @@ package ledger_test
 
 import (
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"io"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -150,5 +153,71 @@ func TestTransportSendsOnceB102(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// B102: net/http repeats what an HTTP/2 server has reset with PROTOCOL_ERROR, which does
+// not say that it did nothing.
+func TestTransportSendsOnceHTTP2ResetB102(t *testing.T) {
+	t.Parallel()
+	k := newKit(t, testdb.SQLite)
+	for name, tt := range map[string]struct {
+		rule   ledger.Rule
+		labels int32
+	}{
+		"AskOperator":  {ledger.AskOperator(), 1},
+		"RetryWithKey": {ledger.RetryWithKey(24 * time.Hour), 2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var labels atomic.Int32
+			server := httptest.NewUnstartedServer(nil)
+			server.TLS = &tls.Config{NextProtos: []string{"h2"}}
+			server.Config.TLSNextProto = map[string]func(*http.Server, *tls.Conn, http.Handler){
+				"h2": func(_ *http.Server, conn *tls.Conn, _ http.Handler) { resetStreams(conn, &labels) },
+			}
+			server.StartTLS()
+			t.Cleanup(server.Close)
+			roots := x509.NewCertPool()
+			roots.AddCert(server.Certificate())
+			network := &http.Transport{TLSClientConfig: &tls.Config{RootCAs: roots}, ForceAttemptHTTP2: true}
+			t.Cleanup(network.CloseIdleConnections)
+			transport, err := ledger.NewTransport(network, ledger.TransportConfig{MaxAttempts: 1})
+			require.NoError(t, err)
+			client := &http.Client{Transport: transport, Timeout: patience}
+			_, err = ledger.Do(k.of(t.Name()), k.ledger, newEffect(t, "label", tt.rule), nil, func(ctx context.Context, _ string) (string, error) {
+				request, err := http.NewRequestWithContext(ctx, http.MethodPost, server.URL, strings.NewReader("parcel"))
+				require.NoError(t, err)
+				return do(client, request)
+			})
+			require.ErrorIs(t, err, ledger.ErrUnknown)
+			require.Equal(t, tt.labels, labels.Load())
+		})
+	}
+}
+
+// resetStreams resets each request on an HTTP/2 connection once it has arrived
+// (RFC 9113), and stops after the second one.
+func resetStreams(conn *tls.Conn, requests *atomic.Int32) {
+	const data, headers, reset, settings, endStream = 0, 1, 3, 4, 1
+	_, _ = conn.Write([]byte{0, 0, 0, settings, 0, 0, 0, 0, 0})
+	_, _ = io.CopyN(io.Discard, conn, int64(len("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")))
+	for {
+		var frame [9]byte
+		if _, err := io.ReadFull(conn, frame[:]); err != nil {
+			return
+		}
+		length := int64(frame[0])<<16 | int64(frame[1])<<8 | int64(frame[2])
+		if _, err := io.CopyN(io.Discard, conn, length); err != nil {
+			return
+		}
+		if kind := frame[3]; (kind != data && kind != headers) || frame[4]&endStream == 0 {
+			continue
+		}
+		code := byte(1) // PROTOCOL_ERROR
+		if requests.Add(1) > 1 {
+			code = 8 // CANCEL, which is not repeated
+		}
+		_, _ = conn.Write(append([]byte{0, 0, 4, reset, 0, frame[5], frame[6], frame[7], frame[8]}, 0, 0, 0, code))
 	}
 }
