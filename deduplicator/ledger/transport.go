@@ -129,9 +129,7 @@ func def[T comparable](value, instead T) T {
 // In a call of Do under [AskOperator] or [AskProvider], which nobody may repeat, a
 // request is sent once, unless its method is safe: the first response or error is
 // returned, and net/http is kept from sending again what it has begun to send. For
-// that a base sees the key's header in lower case, and no GetBody. One thing is left:
-// net/http repeats a request without a body that an HTTP/2 server has reset with
-// PROTOCOL_ERROR; give it a body.
+// that a base sees the key's header in lower case.
 //
 // Otherwise the Transport is for providers that recognise the key: one that does not
 // would do twice what is sent twice.
@@ -228,7 +226,7 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	pauses := t.pauses()
 	sent := false
 	for attempt := 1; ; attempt++ {
-		res, maybe, err := t.once(out)
+		res, maybe, err := t.send(out, once)
 		sent = sent || maybe
 		again := repeatable && attempt < t.config.MaxAttempts
 		pause := pauses.NextBackOff()
@@ -308,10 +306,10 @@ func idempotent(method string) bool {
 	return safe(method) || method == http.MethodPut || method == http.MethodDelete
 }
 
-// unrepeatable keeps net/http from sending req again: it repeats what has no body, or a
-// GetBody, and one of these headers in their canonical form (Request.isReplayable).
+// unrepeatable keeps net/http from sending req again over HTTP/1, where it repeats what has
+// one of these headers in its canonical form (Request.isReplayable). To stop it as send
+// does could be too late there.
 func unrepeatable(req *http.Request) {
-	req.GetBody = nil
 	for _, name := range []string{"Idempotency-Key", "X-Idempotency-Key"} {
 		if values, ok := req.Header[name]; ok {
 			delete(req.Header, name)
@@ -362,18 +360,34 @@ func closeBody(req *http.Request) {
 	}
 }
 
-// once sends req. maybe is false if the provider has certainly not got it: there was no
+// send sends req. maybe is false if the provider has certainly not got it: there was no
 // connection. A connection that was there may have carried it, even if it was not
 // written yet when RoundTrip returned.
-func (t *Transport) once(req *http.Request) (res *http.Response, maybe bool, err error) {
-	var asked, connected atomic.Bool
+//
+// With once, net/http is stopped when it takes another connection or stream after it has
+// written the headers: over HTTP/2 it repeats what was reset with PROTOCOL_ERROR, too.
+func (t *Transport) send(req *http.Request, once bool) (res *http.Response, maybe bool, err error) {
+	var asked, connected, wrote, stopped atomic.Bool
+	ctx, stop := req.Context(), context.CancelFunc(nil)
+	if once {
+		ctx, stop = context.WithCancel(ctx) // until the call of Do ends: the response is read with it
+	}
 	trace := &httptrace.ClientTrace{
-		GetConn:      func(string) { asked.Store(true) },
-		GotConn:      func(httptrace.GotConnInfo) { connected.Store(true) },
-		WroteHeaders: func() { connected.Store(true) },
+		GetConn: func(string) { asked.Store(true) },
+		GotConn: func(httptrace.GotConnInfo) {
+			connected.Store(true)
+			if once && wrote.Load() {
+				stopped.Store(true)
+				stop()
+			}
+		},
+		WroteHeaders: func() { connected.Store(true); wrote.Store(true) },
 		WroteRequest: func(httptrace.WroteRequestInfo) { connected.Store(true) },
 	}
-	res, err = t.base.RoundTrip(req.WithContext(httptrace.WithClientTrace(req.Context(), trace)))
+	res, err = t.base.RoundTrip(req.WithContext(httptrace.WithClientTrace(ctx, trace)))
+	if err != nil && stopped.Load() {
+		err = fmt.Errorf("net/http was stopped from sending it again: %w", err)
+	}
 	return res, connected.Load() || !asked.Load(), err // what does not say that it asked for one says nothing
 }
 

@@ -139,6 +139,7 @@ func TestTransportSendsOnceB102(t *testing.T) {
 				if w.status == 0 {
 					require.True(t, failed.Sent, "%v", err)
 				}
+				c.Close() // and wait for what is under way
 				printed := c.printed()
 				for _, key := range printed {
 					require.Equal(t, sent, key)
@@ -163,10 +164,13 @@ func TestTransportSendsOnceHTTP2ResetB102(t *testing.T) {
 	k := newKit(t, testdb.SQLite)
 	for name, tt := range map[string]struct {
 		rule   ledger.Rule
+		body   string
 		labels int32
 	}{
-		"AskOperator":  {ledger.AskOperator(), 1},
-		"RetryWithKey": {ledger.RetryWithKey(24 * time.Hour), 2},
+		"AskOperator":           {ledger.AskOperator(), "parcel", 1},
+		"AskOperator, no body":  {ledger.AskOperator(), "", 1},
+		"RetryWithKey":          {ledger.RetryWithKey(24 * time.Hour), "parcel", 2},
+		"RetryWithKey, no body": {ledger.RetryWithKey(24 * time.Hour), "", 2},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -186,7 +190,7 @@ func TestTransportSendsOnceHTTP2ResetB102(t *testing.T) {
 			require.NoError(t, err)
 			client := &http.Client{Transport: transport, Timeout: patience}
 			_, err = ledger.Do(k.of(t.Name()), k.ledger, newEffect(t, "label", tt.rule), nil, func(ctx context.Context, _ string) (string, error) {
-				request, err := http.NewRequestWithContext(ctx, http.MethodPost, server.URL, strings.NewReader("parcel"))
+				request, err := http.NewRequestWithContext(ctx, http.MethodPost, server.URL, strings.NewReader(tt.body))
 				require.NoError(t, err)
 				return do(client, request)
 			})
