@@ -62,7 +62,7 @@ func IsPermanent(err error) bool {
 func blameless(err error) bool {
 	for _, target := range []error{
 		deduplicator.ErrInFlight, deduplicator.ErrUnavailable, deduplicator.ErrOutcomeUnknown,
-		deduplicator.ErrNoTransaction, ErrNoConsumer, ordering.ErrReplaced,
+		deduplicator.ErrNoTransaction, deduplicator.ErrConsumerTaken, ErrNoConsumer, ordering.ErrReplaced,
 	} {
 		if errors.Is(err, target) {
 			return true
