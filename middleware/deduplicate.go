@@ -112,7 +112,11 @@ func Deduplicate(store deduplicator.Store, opts ...DeduplicateOption) Link {
 	if d.time == nil {
 		errs = append(errs, errors.New("WithTime: function is nil"))
 	}
-	return Link{name: "Deduplicate", rank: rankDeduplicate, middleware: d.middleware, noTx: d.noTx, err: errors.Join(errs...)}
+	link := Link{name: "Deduplicate", rank: rankDeduplicate, middleware: d.middleware, noTx: d.noTx, err: errors.Join(errs...)}
+	if counting, ok := store.(interface{ MaxAttempts() (int, bool) }); ok && !isNil(store) {
+		link.maximum, _ = counting.MaxAttempts()
+	}
+	return link
 }
 
 func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
