@@ -126,11 +126,12 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 			return nil, fmt.Errorf("middleware: handler %q publishes to %q: %w, so nothing would keep what it returns",
 				message.HandlerNameFromCtx(ctx), topic, deduplicator.ErrNoTransaction)
 		}
+		state := deliveryFrom(ctx)
 		claim, err := d.claim(ctx, msg)
 		if err != nil {
+			state.claim = claim
 			return nil, err
 		}
-		state := deliveryFrom(ctx)
 		state.key = d.key
 		claim.Redelivered = state.unknown || msg.Metadata.Get(metadata.Redelivered) == "true"
 		state.claim = claim
@@ -238,7 +239,7 @@ func (d *deduplicate) claim(ctx context.Context, msg *message.Message) (deduplic
 	}
 	claim := deduplicator.Claim{Consumer: consumer, Key: key}
 	if claim.Time, err = d.time(msg); err != nil {
-		return deduplicator.Claim{}, Permanent(err)
+		return claim, Permanent(err)
 	}
 	if d.fingerprint != nil {
 		claim.Fingerprint = d.fingerprint(msg)

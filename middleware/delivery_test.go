@@ -529,14 +529,54 @@ func TestPartitionStampsOutputs(t *testing.T) {
 	})
 }
 
+// Each event says which message it is about, whatever became of it.
+func TestEventsNameKeyAndEntity(t *testing.T) {
+	t.Parallel()
+	fails := true
+	run(t, func(b *bench) []middleware.Link {
+		return []middleware.Link{
+			middleware.WithPoisonQueue(b.poison, "poison"), middleware.WithRetry(middleware.Retry{MaxRetries: 1}),
+			middleware.Deduplicate(b.store, byEventID(), middleware.WithTime(deduplicator.TimeFromMetadata("time"))),
+		}
+	}, func(*message.Message) ([]*message.Message, error) {
+		if fails {
+			fails = false
+			return nil, errors.New("boom")
+		}
+		return nil, nil
+	}, func(b *bench) {
+		deliver := func(key, entity, at string) {
+			msg := newMessage(key, "1")
+			msg.Metadata.Set(ordering.PartitionKeyMetadata, entity)
+			msg.Metadata.Set("time", at)
+			b.deliver(t, msg)
+			b.until(func() bool {
+				all := b.events.seen()
+				return len(all) > 0 && all[len(all)-1].Outcome != middleware.Retried
+			})
+		}
+		deliver("a", "order 7", "") // retried, processed
+		deliver("a", "order 7", "") // a copy
+		deliver("b", "order 8", "yesterday")
+		deliver("", "order 9", "")
+		var got []string
+		for _, e := range b.events.seen() {
+			got = append(got, fmt.Sprintf("%s %q %q", e.Outcome, e.Key, e.Entity))
+		}
+		want(t, "events", got, []string{
+			`retried "a" "order 7"`, `processed "a" "order 7"`, `duplicate "a" "order 7"`, `parked "b" "order 8"`, `parked "" "order 9"`,
+		})
+	})
+}
+
 func TestLogObserver(t *testing.T) {
 	t.Parallel()
 	var text strings.Builder
 	observe := middleware.LogObserver(slog.New(slog.NewTextHandler(&text, &slog.HandlerOptions{Level: slog.LevelInfo})))
 	observe(t.Context(), middleware.Event{Outcome: middleware.Processed, MessageUUID: "quiet"})
-	observe(t.Context(), middleware.Event{Outcome: middleware.Parked, MessageUUID: "u1", Handler: "stock", Attempt: 4, Err: errors.New("boom")})
+	observe(t.Context(), middleware.Event{Outcome: middleware.Parked, MessageUUID: "u1", Key: "k1", Entity: strings.Repeat("e", 2000), Handler: "stock", Attempt: 4, Err: errors.New("boom")})
 	line := text.String()
-	for _, part := range []string{"level=ERROR", "outcome=parked", "message_uuid=u1", "handler=stock", "attempt=4", "reason=boom"} {
+	for _, part := range []string{"level=ERROR", "outcome=parked", "message_uuid=u1", "key=k1", "entity=" + strings.Repeat("e", 1021) + "…", "handler=stock", "attempt=4", "reason=boom"} {
 		if !strings.Contains(line, part) {
 			t.Errorf("%s is not in %s", part, line)
 		}
