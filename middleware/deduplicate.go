@@ -262,7 +262,7 @@ func (d *deduplicate) reserve(ctx context.Context, consumer string) error {
 		return nil
 	}
 	if err := store.Reserve(consumer, fmt.Sprintf("handler %q of topic %q by %s", now.handler, now.topic, now.subscriber)); err != nil {
-		return fmt.Errorf("middleware: %w: give each handler its own name, and with WithConsumer its own chain", err)
+		return fmt.Errorf("%w: give each handler its own name, and with WithConsumer its own chain", err)
 	}
 	d.owner.Store(&now)
 	return nil
