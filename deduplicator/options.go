@@ -175,7 +175,8 @@ func WithKnownKeys(n int) Option {
 // did not process it, so that package middleware parks its message. It is for
 // brokers that don't count deliveries, as Kafka: there a message that kills the
 // process comes back for ever. By default attempts are not counted. n is 1 or
-// more; it should be higher than the number of attempts that a retry makes.
+// more, and must be above the number of attempts that one delivery makes: Chain of
+// package middleware refuses the store otherwise.
 //
 // Each call of Process is an attempt, except those that end because the database
 // is unavailable or because the key is in flight. The count is committed before

@@ -6,12 +6,14 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
 
 	"github.com/seed-2f56a981/watermill-idempotent/internal/metadata"
+	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 )
 
 // Defaults of [NewRelay].
@@ -59,6 +61,9 @@ type Relay struct {
 	timeout  time.Duration
 	observe  func(context.Context, RelayResult)
 
+	only      bool     // the outputs of consumers
+	consumers []string // as stored, in order
+
 	publishing chan struct{} // full while the publisher works
 	queries    relayQueries
 
@@ -92,6 +97,20 @@ type relayOptionFunc func(*Relay)
 
 func (f relayOptionFunc) applyRelay(r *Relay) { f(r) }
 
+// WithConsumers makes the Relay publish the outputs of these consumers only, instead
+// of all in the tables. It is for services that share tables and publish to different
+// brokers: each has a Relay of its own, for its handlers' names and what WithConsumer
+// of package middleware gives them. One name or more is needed; none may be empty.
+func WithConsumers(names ...string) RelayOption {
+	return relayOptionFunc(func(r *Relay) {
+		r.only, r.consumers = true, nil
+		for _, name := range names {
+			r.consumers = append(r.consumers, sqldb.EncodeKey(name))
+		}
+		slices.Sort(r.consumers)
+	})
+}
+
 // WithMinAge sets how long outputs have been stored before the Relay publishes
 // them, instead of [DefaultMinAge]. It should be longer than it takes to publish
 // them on the usual way; until then they are published twice. Values under
@@ -119,6 +138,11 @@ func WithRelayObserver(observe func(context.Context, RelayResult)) RelayOption {
 // NewRelay returns a Relay that publishes the outputs in store's tables through
 // pub, which must have confirmed messages when it returns nil. It returns
 // [ErrInvalidOption], naming every wrong argument and option.
+//
+// These are the outputs of all consumers that use the tables. Where some of them
+// publish to another broker than pub's, limit it with [WithConsumers], or give their
+// store tables of its own ([WithTables], [WithLeasesTable]): otherwise their outputs
+// go to the wrong broker, and are forgotten.
 func NewRelay(store *SQLStore, pub message.Publisher, opts ...RelayOption) (*Relay, error) {
 	r := &Relay{
 		store:      store,
@@ -153,6 +177,12 @@ func (r *Relay) validate() error {
 	}
 	if r.timeout < MinPublishTimeout {
 		errs = append(errs, fmt.Errorf("WithPublishTimeout: %v is under the least, %v", r.timeout, MinPublishTimeout))
+	}
+	if r.only && len(r.consumers) == 0 {
+		errs = append(errs, errors.New("WithConsumers: no names; leave it out for all consumers"))
+	}
+	if slices.Contains(r.consumers, "") {
+		errs = append(errs, errors.New("WithConsumers: a name is empty"))
 	}
 	if r.observe == nil {
 		errs = append(errs, errors.New("WithRelayObserver: function is nil"))
@@ -230,8 +260,17 @@ func (r *Relay) Flush(ctx context.Context) (RelayResult, error) {
 	return result, err
 }
 
-// nextConsumer returns the first consumer after one that has stored outputs.
+// nextConsumer returns the first consumer after one that has stored outputs, or may
+// have some where the consumers are given.
 func (r *Relay) nextConsumer(ctx context.Context, after string) (string, error) {
+	if r.only {
+		for _, consumer := range r.consumers {
+			if consumer > after {
+				return consumer, ctx.Err()
+			}
+		}
+		return "", ctx.Err()
+	}
 	var next sql.NullString
 	err := r.store.db.QueryRowContext(ctx, r.queries.consumer, after).Scan(&next)
 	return next.String, err

@@ -91,6 +91,14 @@ func (s *SQLStore) Retention() (time.Duration, bool) {
 	return *s.config.retention, true
 }
 
+// MaxAttempts returns what [WithMaxAttempts] has set; false if attempts are not counted.
+func (s *SQLStore) MaxAttempts() (int, bool) {
+	if s.config.maxAttempts == nil {
+		return 0, false
+	}
+	return *s.config.maxAttempts, true
+}
+
 // Process implements [Store].
 func (s *SQLStore) Process(ctx context.Context, claim Claim, work Work) (Result, error) {
 	if err := s.Check(claim); err != nil {

@@ -25,6 +25,8 @@ type Link struct {
 	outer      message.HandlerMiddleware // of Sequence only: outside the retries
 	observers  []Observer                // of WithObserver only
 	noTx       bool                      // of Deduplicate only: its store has no transaction
+	maximum    int                       // of Deduplicate only: the attempts that its store allows; 0 for any number
+	retries    int                       // of WithRetry only
 	err        error
 }
 
@@ -58,7 +60,9 @@ var reasons = map[int]string{
 // them, outermost first: WithObserver, WithPoisonQueue, WithRetry, Deduplicate,
 // RejectReplayed, RejectStale or Sequence, Stamp, Partition. Each can be left out,
 // except that RejectReplayed, RejectStale and Sequence need Deduplicate. None from
-// RejectReplayed on goes with a store that is [deduplicator.Untransactional].
+// RejectReplayed on goes with a store that is [deduplicator.Untransactional]. A store
+// with [deduplicator.WithMaxAttempts] must allow more attempts than one delivery makes:
+// MaxRetries and 1, with Sequence 1 more, which blocks the entity.
 //
 // The result also turns a panic of the handler into a [PanicError], gives the
 // message's context back as it came, returns a message to the broker (nack) when
@@ -109,8 +113,8 @@ func Chain(links ...Link) ([]message.HandlerMiddleware, error) {
 	if ranks[rankRejectReplayed] != "" && ranks[rankDeduplicate] == "" {
 		errs = append(errs, fmt.Errorf("Chain: RejectReplayed without Deduplicate: %s", reasons[rankRejectReplayed]))
 	}
-	if len(errs) > 0 {
-		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, errors.Join(errs...))
+	if err := errors.Join(append(errs, checkAttempts(links))...); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, err)
 	}
 
 	chain := []message.HandlerMiddleware{guard(observers)}
@@ -138,6 +142,25 @@ func Chain(links ...Link) ([]message.HandlerMiddleware, error) {
 		chain = append(chain, recoverer)
 	}
 	return chain, nil
+}
+
+// checkAttempts refuses a store that would end the attempts of a delivery before the
+// other links do: a retry would be cut short, and what Sequence should block on would
+// go to the poison queue.
+func checkAttempts(links []Link) error {
+	attempts, maximum := 1, 0
+	for _, link := range links {
+		attempts += link.retries
+		maximum = max(maximum, link.maximum)
+		if link.outer != nil {
+			attempts++
+		}
+	}
+	if attempts == 1 || maximum == 0 || maximum > attempts {
+		return nil
+	}
+	return fmt.Errorf("Chain: the store's WithMaxAttempts, %d, is not above the attempts of one delivery, %d (the first, the retries, and the one with which Sequence blocks an entity): set %d or more",
+		maximum, attempts, attempts+1)
 }
 
 // isNil also finds the nil pointer that a constructor returned with its error.

@@ -2,6 +2,7 @@ package middleware_test
 
 import (
 	"errors"
+	"slices"
 	"strings"
 	"testing"
 
@@ -9,6 +10,14 @@ import (
 	"github.com/seed-2f56a981/watermill-idempotent/middleware"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
+
+// counting is a store with WithMaxAttempts.
+type counting struct {
+	*memoryStore
+	maximum int
+}
+
+func (c counting) MaxAttempts() (int, bool) { return c.maximum, true }
 
 func TestChainRefuses(t *testing.T) {
 	t.Parallel()
@@ -24,6 +33,15 @@ func TestChainRefuses(t *testing.T) {
 		replayed    = middleware.RejectReplayed(&ordering.Windows{})
 		stamp       = middleware.Stamp(&ordering.Producer{})
 	)
+	counted := func(maximum int, links ...middleware.Link) []middleware.Link {
+		at := len(links)
+		if at > 0 {
+			at = 1 // after the retry
+		}
+		return slices.Insert(links, at, middleware.Deduplicate(counting{store, maximum}, byEventID()))
+	}
+	fiveRetries := middleware.WithRetry(middleware.Retry{MaxRetries: 5})
+	sequence := middleware.Sequence(&ordering.Sequence{}, middleware.WithSequence(ordering.VersionFromMetadata("seq")))
 	for name, tt := range map[string]struct {
 		links []middleware.Link
 		want  []string // parts of the error; none means accepted
@@ -54,6 +72,11 @@ func TestChainRefuses(t *testing.T) {
 		"no entity":           {links: []middleware.Link{deduplicate, middleware.RejectStale(&ordering.Versions{}, version, middleware.WithEntity(nil))}, want: []string{"WithEntity"}},
 		"no key function":     {links: []middleware.Link{middleware.Partition(nil)}, want: []string{"Partition", "nil"}},
 		"no observer":         {links: []middleware.Link{middleware.WithObserver()}, want: []string{"WithObserver"}},
+		"attempts":            {links: counted(6, fiveRetries), want: []string{"WithMaxAttempts, 6,", "delivery, 6 ", "set 7 or more"}},
+		"enough attempts":     {links: counted(7, fiveRetries)},
+		"attempts, sequence":  {links: counted(7, fiveRetries, sequence), want: []string{"WithMaxAttempts, 7,", "delivery, 7 ", "set 8 or more"}},
+		"enough, sequence":    {links: counted(8, fiveRetries, sequence)},
+		"one attempt":         {links: counted(1)},
 		"nil observer":        {links: []middleware.Link{middleware.WithObserver(nil)}, want: []string{"observer is nil"}},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -19,10 +19,9 @@ import (
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
 
-// ErrNoConsumer says that Deduplicate can't tell in whose name to claim: the
-// message did not come through a Router, or two handlers have one name (see
-// [deduplicator.ErrConsumerTaken]). Nothing is durable; the message is returned to
-// the broker.
+// ErrNoConsumer says that Deduplicate can't tell in whose name to claim, because the
+// message did not come through a Router. Nothing is durable; the message is returned
+// to the broker.
 var ErrNoConsumer = errors.New("middleware: no consumer name")
 
 // DeduplicateOption configures [Deduplicate].
@@ -38,7 +37,7 @@ type deduplicate struct {
 	fingerprint deduplicator.FingerprintFunc
 	time        deduplicator.TimeFunc
 	consumer    string
-	owner       atomic.Pointer[[2]string] // handler and topic that have reserved last
+	owner       atomic.Pointer[owner] // that has reserved last
 	forget      *forgetter
 	noTx        bool
 	err         error
@@ -113,7 +112,11 @@ func Deduplicate(store deduplicator.Store, opts ...DeduplicateOption) Link {
 	if d.time == nil {
 		errs = append(errs, errors.New("WithTime: function is nil"))
 	}
-	return Link{name: "Deduplicate", rank: rankDeduplicate, middleware: d.middleware, noTx: d.noTx, err: errors.Join(errs...)}
+	link := Link{name: "Deduplicate", rank: rankDeduplicate, middleware: d.middleware, noTx: d.noTx, err: errors.Join(errs...)}
+	if counting, ok := store.(interface{ MaxAttempts() (int, bool) }); ok && !isNil(store) {
+		link.maximum, _ = counting.MaxAttempts()
+	}
+	return link
 }
 
 func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
@@ -123,11 +126,12 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 			return nil, fmt.Errorf("middleware: handler %q publishes to %q: %w, so nothing would keep what it returns",
 				message.HandlerNameFromCtx(ctx), topic, deduplicator.ErrNoTransaction)
 		}
+		state := deliveryFrom(ctx)
 		claim, err := d.claim(ctx, msg)
 		if err != nil {
+			state.claim = claim
 			return nil, err
 		}
-		state := deliveryFrom(ctx)
 		state.key = d.key
 		claim.Redelivered = state.unknown || msg.Metadata.Get(metadata.Redelivered) == "true"
 		state.claim = claim
@@ -223,7 +227,7 @@ func (d *deduplicate) claim(ctx context.Context, msg *message.Message) (deduplic
 	if consumer == "" {
 		return deduplicator.Claim{}, fmt.Errorf("%w: the message has no handler name; add the chain to a Router or use WithConsumer", ErrNoConsumer)
 	}
-	if err := d.reserve(consumer, handler, message.SubscribeTopicFromCtx(ctx)); err != nil {
+	if err := d.reserve(ctx, consumer); err != nil {
 		return deduplicator.Claim{}, err
 	}
 	key, err := d.key(msg)
@@ -235,7 +239,7 @@ func (d *deduplicate) claim(ctx context.Context, msg *message.Message) (deduplic
 	}
 	claim := deduplicator.Claim{Consumer: consumer, Key: key}
 	if claim.Time, err = d.time(msg); err != nil {
-		return deduplicator.Claim{}, Permanent(err)
+		return claim, Permanent(err)
 	}
 	if d.fingerprint != nil {
 		claim.Fingerprint = d.fingerprint(msg)
@@ -243,18 +247,24 @@ func (d *deduplicate) claim(ctx context.Context, msg *message.Message) (deduplic
 	return claim, nil
 }
 
-// reserve asks the store, once per handler, whether the consumer name is free.
-func (d *deduplicate) reserve(consumer, handler, topic string) error {
+// owner is who claims under a consumer name: the instances of one handler, which
+// share their messages. Handlers of two consumer groups get the same messages, and
+// the names of this module's subscribers have the group.
+type owner struct{ handler, topic, subscriber string }
+
+// reserve asks the store, once per owner, whether the consumer name is free.
+func (d *deduplicate) reserve(ctx context.Context, consumer string) error {
 	store, ok := d.store.(interface {
 		Reserve(consumer, owner string) error
 	})
-	if last := d.owner.Load(); !ok || last != nil && *last == [2]string{handler, topic} {
+	now := owner{message.HandlerNameFromCtx(ctx), message.SubscribeTopicFromCtx(ctx), message.SubscriberNameFromCtx(ctx)}
+	if last := d.owner.Load(); !ok || last != nil && *last == now {
 		return nil
 	}
-	if err := store.Reserve(consumer, fmt.Sprintf("handler %q of topic %q", handler, topic)); err != nil {
-		return fmt.Errorf("%w: %w", ErrNoConsumer, err)
+	if err := store.Reserve(consumer, fmt.Sprintf("handler %q of topic %q by %s", now.handler, now.topic, now.subscriber)); err != nil {
+		return fmt.Errorf("%w: give each handler its own name, and with WithConsumer its own chain", err)
 	}
-	d.owner.Store(&[2]string{handler, topic})
+	d.owner.Store(&now)
 	return nil
 }
 

@@ -13,7 +13,9 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/ThreeDotsLabs/watermill/pubsub/gochannel"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/middleware"
@@ -314,9 +316,76 @@ func TestWithConsumerServesOneHandler(t *testing.T) {
 		b.deliver(t, newMessage("b", "1"))
 		b.until(func() bool { return slices.Contains(b.events.outcomes(), middleware.Failed) })
 		for _, event := range b.events.seen() {
-			if event.Outcome == middleware.Failed && !errors.Is(event.Err, middleware.ErrNoConsumer) {
+			if event.Outcome == middleware.Failed && !errors.Is(event.Err, deduplicator.ErrConsumerTaken) {
 				t.Errorf("a second handler shares the name: %v", event.Err)
 			}
+		}
+	})
+}
+
+// member is a subscriber whose name says its consumer group, as those of amqpshard,
+// kafkashard and sqlshard do.
+type member struct {
+	*gochannel.GoChannel
+	group string
+}
+
+func (m member) String() string { return "test.subscriber(" + m.group + ")" }
+
+// B43: two routers of one process share a store and a handler's name. Of two groups,
+// each would take the other's messages for copies; one group's are instances of one
+// handler, also when they come one after another.
+func TestNameServesOneGroupB43(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		store, calls, seen, poison := newMemoryStore(), map[string]int{}, &events{}, &publisher{}
+		start := func(group string) (broker *gochannel.GoChannel, stop func()) {
+			broker = gochannel.NewGoChannel(gochannel.Config{}, watermill.NopLogger{})
+			chain, err := middleware.Chain(middleware.WithObserver(seen.observe), middleware.WithPoisonQueue(poison, "poison"),
+				middleware.Deduplicate(store, byEventID()))
+			if err != nil {
+				t.Fatal(err)
+			}
+			router, err := message.NewRouter(message.RouterConfig{}, watermill.NopLogger{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			router.AddMiddleware(chain...)
+			router.AddConsumerHandler("status", topic, member{broker, group}, func(*message.Message) error {
+				calls[group]++
+				return nil
+			})
+			done := make(chan error, 1)
+			go func() { done <- router.Run(t.Context()) }()
+			<-router.Running()
+			return broker, func() {
+				if err := errors.Join(router.Close(), <-done); err != nil {
+					t.Error(err)
+				}
+			}
+		}
+		shop, stopShop := start("shop")
+		publish := func(broker *gochannel.GoChannel, key string) {
+			if err := broker.Publish(topic, newMessage(key, "1")); err != nil {
+				t.Fatal(err)
+			}
+			synctest.Wait()
+		}
+		publish(shop, "a")
+		again, stopAgain := start("shop")
+		publish(again, "b")
+		stopAgain()
+		mail, stopMail := start("mail")
+		publish(mail, "a")
+		stopShop()
+		stopMail()
+		if calls["shop"] != 2 || calls["mail"] != 0 || len(poison.sent("poison")) != 0 {
+			t.Errorf("calls %v, parked %v", calls, poison.sent("poison"))
+		}
+		all := seen.seen()
+		err := all[len(all)-1].Err
+		if !errors.Is(err, deduplicator.ErrConsumerTaken) || errors.Is(err, middleware.ErrNoConsumer) || !strings.Contains(err.Error(), "give each handler its own name") {
+			t.Errorf("got %v", err)
 		}
 	})
 }
@@ -460,14 +529,54 @@ func TestPartitionStampsOutputs(t *testing.T) {
 	})
 }
 
+// Each event says which message it is about, whatever became of it.
+func TestEventsNameKeyAndEntity(t *testing.T) {
+	t.Parallel()
+	fails := true
+	run(t, func(b *bench) []middleware.Link {
+		return []middleware.Link{
+			middleware.WithPoisonQueue(b.poison, "poison"), middleware.WithRetry(middleware.Retry{MaxRetries: 1}),
+			middleware.Deduplicate(b.store, byEventID(), middleware.WithTime(deduplicator.TimeFromMetadata("time"))),
+		}
+	}, func(*message.Message) ([]*message.Message, error) {
+		if fails {
+			fails = false
+			return nil, errors.New("boom")
+		}
+		return nil, nil
+	}, func(b *bench) {
+		deliver := func(key, entity, at string) {
+			msg := newMessage(key, "1")
+			msg.Metadata.Set(ordering.PartitionKeyMetadata, entity)
+			msg.Metadata.Set("time", at)
+			b.deliver(t, msg)
+			b.until(func() bool {
+				all := b.events.seen()
+				return len(all) > 0 && all[len(all)-1].Outcome != middleware.Retried
+			})
+		}
+		deliver("a", "order 7", "") // retried, processed
+		deliver("a", "order 7", "") // a copy
+		deliver("b", "order 8", "yesterday")
+		deliver("", "order 9", "")
+		var got []string
+		for _, e := range b.events.seen() {
+			got = append(got, fmt.Sprintf("%s %q %q", e.Outcome, e.Key, e.Entity))
+		}
+		want(t, "events", got, []string{
+			`retried "a" "order 7"`, `processed "a" "order 7"`, `duplicate "a" "order 7"`, `parked "b" "order 8"`, `parked "" "order 9"`,
+		})
+	})
+}
+
 func TestLogObserver(t *testing.T) {
 	t.Parallel()
 	var text strings.Builder
 	observe := middleware.LogObserver(slog.New(slog.NewTextHandler(&text, &slog.HandlerOptions{Level: slog.LevelInfo})))
 	observe(t.Context(), middleware.Event{Outcome: middleware.Processed, MessageUUID: "quiet"})
-	observe(t.Context(), middleware.Event{Outcome: middleware.Parked, MessageUUID: "u1", Handler: "stock", Attempt: 4, Err: errors.New("boom")})
+	observe(t.Context(), middleware.Event{Outcome: middleware.Parked, MessageUUID: "u1", Key: "k1", Entity: strings.Repeat("e", 2000), Handler: "stock", Attempt: 4, Err: errors.New("boom")})
 	line := text.String()
-	for _, part := range []string{"level=ERROR", "outcome=parked", "message_uuid=u1", "handler=stock", "attempt=4", "reason=boom"} {
+	for _, part := range []string{"level=ERROR", "outcome=parked", "message_uuid=u1", "key=k1", "entity=" + strings.Repeat("e", 1021) + "…", "handler=stock", "attempt=4", "reason=boom"} {
 		if !strings.Contains(line, part) {
 			t.Errorf("%s is not in %s", part, line)
 		}

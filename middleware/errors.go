@@ -62,7 +62,7 @@ func IsPermanent(err error) bool {
 func blameless(err error) bool {
 	for _, target := range []error{
 		deduplicator.ErrInFlight, deduplicator.ErrUnavailable, deduplicator.ErrOutcomeUnknown,
-		deduplicator.ErrNoTransaction, ErrNoConsumer, ordering.ErrReplaced,
+		deduplicator.ErrNoTransaction, deduplicator.ErrConsumerTaken, ErrNoConsumer, ordering.ErrReplaced,
 	} {
 		if errors.Is(err, target) {
 			return true
@@ -103,15 +103,16 @@ func recoverer(h message.HandlerFunc) message.HandlerFunc {
 const maxReason = 1024
 
 // reason is the text of err, cut to maxReason.
-func reason(err error) string {
-	text := err.Error()
+func reason(err error) string { return cut(err.Error()) }
+
+func cut(text string) string {
 	if len(text) <= maxReason {
 		return text
 	}
 	const more = "…"
-	cut := maxReason - len(more)
-	for cut > 0 && !utf8.RuneStart(text[cut]) {
-		cut--
+	end := maxReason - len(more)
+	for end > 0 && !utf8.RuneStart(text[end]) {
+		end--
 	}
-	return text[:cut] + more
+	return text[:end] + more
 }

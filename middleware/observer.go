@@ -71,6 +71,8 @@ type Event struct {
 	Handler     string
 	Topic       string
 	MessageUUID string
+	Key         string        // the message's idempotency key; "" if it is not known, as for Released
+	Entity      string        // of RejectStale or Sequence; before them the message's partition key; "" if there is none
 	Duration    time.Duration // since the message entered the chain; for Retried, of the attempt
 	Attempt     int           // 1 for the first
 	Err         error         // why: nil for Processed, Duplicate, Stale, ProducerGap, Deferred and Released
@@ -96,9 +98,10 @@ func WithObserver(observers ...Observer) Link {
 }
 
 // LogObserver returns an Observer that writes one line per event to logger: with
-// level debug for processed messages, info for duplicate and stale ones, warn for
-// retries and messages in flight, error for the rest. Lines have the message's
-// UUID and the error's text, cut to 1 KiB, never its payload or metadata.
+// level debug for Processed and Released; info for Duplicate, Stale, Deferred and
+// EntityReset; warn for Retried, InFlight, ProducerGap and GapSkipped; error for the
+// rest. Lines have the message's UUID, its key and its entity, which are ids, and the
+// error's text, each cut to 1 KiB, never its payload or other metadata.
 func LogObserver(logger *slog.Logger) Observer {
 	levels := map[Outcome]slog.Level{
 		Processed: slog.LevelDebug,
@@ -128,6 +131,8 @@ func LogObserver(logger *slog.Logger) Observer {
 			slog.String("handler", e.Handler),
 			slog.String("topic", e.Topic),
 			slog.String("message_uuid", e.MessageUUID),
+			slog.String("key", cut(e.Key)),
+			slog.String("entity", cut(e.Entity)),
 			slog.Duration("duration", e.Duration),
 			slog.Int("attempt", e.Attempt),
 		}
@@ -152,6 +157,7 @@ type delivery struct {
 	ahead     bool  // earlier messages of the producer are missing
 	unknown   bool  // an attempt may have been committed
 
+	entity   string               // see Event
 	claim    deduplicator.Claim   // of Deduplicate; the zero one outside of it
 	key      deduplicator.KeyFunc // of Deduplicate too
 	produced []*message.Message   // what the handler returned in the last attempt
@@ -173,6 +179,7 @@ func (d *delivery) report(msg *message.Message, outcome Outcome, since time.Time
 	d.notify(msg.Context(), Event{
 		Outcome:     outcome,
 		MessageUUID: msg.UUID,
+		Key:         d.claim.Key,
 		Duration:    time.Since(since),
 		Attempt:     d.attempt,
 		Err:         err,
@@ -185,6 +192,7 @@ func (d *delivery) notify(ctx context.Context, event Event) {
 	}
 	event.Handler = message.HandlerNameFromCtx(ctx)
 	event.Topic = message.SubscribeTopicFromCtx(ctx)
+	event.Entity = d.entity
 	for _, observe := range d.observers {
 		observe(ctx, event)
 	}
@@ -214,7 +222,7 @@ func guard(observers []Observer) message.HandlerMiddleware {
 	return func(h message.HandlerFunc) message.HandlerFunc {
 		return func(msg *message.Message) (produced []*message.Message, err error) {
 			ctx := msg.Context()
-			d := &delivery{observers: observers, outcome: Processed, attempt: 1}
+			d := &delivery{observers: observers, outcome: Processed, attempt: 1, entity: msg.Metadata.Get(ordering.PartitionKeyMetadata)}
 			started := time.Now()
 			returned := false
 			defer func() {

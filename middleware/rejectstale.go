@@ -78,6 +78,7 @@ func (r *rejectStale) middleware(h message.HandlerFunc) message.HandlerFunc {
 		if entity == "" {
 			return nil, &ordering.KeyError{Topic: topic, UUID: msg.UUID, Reason: "no entity id"}
 		}
+		d.entity = entity
 		version, err := r.version(msg)
 		if err != nil {
 			return nil, Permanent(err)

@@ -59,7 +59,7 @@ func (r Retry) validate() error {
 // meanwhile ends the wait with the message's context, which amqpshard and
 // kafkashard do after their drain timeout.
 func WithRetry(r Retry) Link {
-	link := Link{name: "WithRetry", rank: rankRetry, err: r.validate()}
+	link := Link{name: "WithRetry", rank: rankRetry, retries: r.MaxRetries, err: r.validate()}
 	if r.InitialInterval == 0 {
 		r.InitialInterval = DefaultInitialInterval
 	}

@@ -116,6 +116,9 @@ func (s *sequence) middleware(h message.HandlerFunc) message.HandlerFunc {
 			return nil, errors.New("middleware: Sequence needs a store on database/sql around it")
 		}
 		event, err := s.event(ctx, msg, d.claim)
+		if event.Entity != "" {
+			d.entity = event.Entity
+		}
 		if err != nil {
 			return nil, err
 		}

@@ -224,7 +224,7 @@ func (r *Releaser) transaction(ctx context.Context, entity string) (progress boo
 		return false, err
 	}
 	for _, event := range noticeEvents(notices) {
-		event.Duration = time.Since(started)
+		event.Entity, event.Duration = entity, time.Since(started)
 		r.notify(ctx, event)
 	}
 	last := notices[len(notices)-1].Kind
@@ -249,7 +249,7 @@ func (r *Releaser) publish(ctx context.Context, u unsent, tries int) error {
 			return r.store.Forget(ctx, u.claim)
 		}
 		err = fmt.Errorf("publish to %q: %w", r.config.Topic, err)
-		r.notify(ctx, Event{Outcome: Retried, Attempt: 1, Err: err})
+		r.notify(ctx, Event{Outcome: Retried, Entity: u.entity, Attempt: 1, Err: err})
 		if tries--; tries == 0 || !sqldb.Pause(ctx, wait) {
 			return err
 		}

@@ -69,6 +69,14 @@ func (f *Filter) Reserve(consumer, owner string) error {
 	return nil
 }
 
+// MaxAttempts asks the store, if it can count attempts.
+func (f *Filter) MaxAttempts() (int, bool) {
+	if store, ok := f.store.(interface{ MaxAttempts() (int, bool) }); ok {
+		return store.MaxAttempts()
+	}
+	return 0, false
+}
+
 // Process implements [deduplicator.Store].
 func (f *Filter) Process(ctx context.Context, claim deduplicator.Claim, work deduplicator.Work) (deduplicator.Result, error) {
 	if store, ok := f.store.(interface {

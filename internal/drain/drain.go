@@ -59,9 +59,12 @@ func New(inner message.Subscriber, timeout time.Duration, errClosed error) *Subs
 	return s
 }
 
-// String is the inner subscriber's type: the name that a Router takes for its
-// context, logs and metrics, and so for a poison queue.
+// String is the inner subscriber's String or type: the name that a Router takes for
+// its context, logs and metrics, and so for a poison queue.
 func (s *Subscriber) String() string {
+	if named, ok := s.inner.(fmt.Stringer); ok {
+		return named.String()
+	}
 	return strings.TrimLeft(fmt.Sprintf("%T", s.inner), "*")
 }
 

@@ -116,6 +116,9 @@ type Config struct {
 
 func (c Config) publisherName() string { return "amqpshard.publisher(" + c.Group + ")" }
 
+// subscriberName is how the Router knows the subscriber of this group's Brokers.
+func (c Config) subscriberName() string { return "amqpshard.subscriber(" + c.Group + ")" }
+
 func (c Config) withDefaults() Config {
 	setDefault(&c.Shards, DefaultShards)
 	setDefault(&c.DeliveryLimit, DefaultDeliveryLimit)

@@ -47,6 +47,9 @@ func newSubscriber(cfg Config, logger watermill.LoggerAdapter) *subscriber {
 	return &subscriber{cfg: cfg, logger: logger, active: map[string]*subscription{}}
 }
 
+// String is the subscriber's name in message.SubscriberNameFromCtx.
+func (s *subscriber) String() string { return s.cfg.subscriberName() }
+
 // Subscribe is described at [Broker.Subscriber].
 func (s *subscriber) Subscribe(ctx context.Context, topic string) (<-chan *message.Message, error) {
 	if err := checkTopic(s.cfg, topic); err != nil {

@@ -91,6 +91,9 @@ type Config struct {
 
 func (c Config) publisherName() string { return "kafkashard.publisher(" + c.Group + ")" }
 
+// subscriberName is how the Router knows the subscriber of this group's Brokers.
+func (c Config) subscriberName() string { return "kafkashard.subscriber(" + c.Group + ")" }
+
 func (c Config) withDefaults() Config {
 	if c.ReplicationFactor == 0 {
 		c.ReplicationFactor = -1

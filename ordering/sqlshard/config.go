@@ -120,6 +120,9 @@ func (c Config) validate() error {
 // publisherName is how the Router knows the publisher of this group's Brokers.
 func (c Config) publisherName() string { return "sqlshard.publisher(" + c.Group + ")" }
 
+// subscriberName is how the Router knows the subscriber of this group's Brokers.
+func (c Config) subscriberName() string { return "sqlshard.subscriber(" + c.Group + ")" }
+
 func checkDialect(d ordering.Dialect) error {
 	switch err := d.Validate(); {
 	case err != nil:

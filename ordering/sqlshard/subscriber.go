@@ -52,6 +52,9 @@ func (s *subscriber) Subscribe(ctx context.Context, topic string) (<-chan *messa
 	return out, nil
 }
 
+// String is the subscriber's name in message.SubscriberNameFromCtx.
+func (s *subscriber) String() string { return s.broker.cfg.subscriberName() }
+
 // Close does nothing, see subscriber.
 func (*subscriber) Close() error { return nil }
 

@@ -121,13 +121,17 @@ func TestRelayOptions(t *testing.T) {
 		deduplicator.WithPublishTimeout(100*time.Millisecond), deduplicator.WithInterval(10*time.Millisecond))
 	require.NoError(t, err)
 	_, err = deduplicator.NewRelay(nil, nil, deduplicator.WithMinAge(time.Second-1), deduplicator.WithPublishTimeout(0),
-		deduplicator.WithInterval(0), deduplicator.WithRelayObserver(nil))
+		deduplicator.WithInterval(0), deduplicator.WithRelayObserver(nil), deduplicator.WithConsumers("stock", ""))
 	require.ErrorIs(t, err, deduplicator.ErrInvalidOption)
 	for _, part := range []string{
 		"store is nil", "publisher is nil", "WithMinAge: 999.999999ms", "1s", "WithPublishTimeout: 0s", "100ms", "WithInterval: 0s", "WithRelayObserver",
+		"WithConsumers: a name is empty",
 	} {
 		require.ErrorContains(t, err, part)
 	}
+	_, err = deduplicator.NewRelay(store, &broker{}, deduplicator.WithConsumers())
+	require.ErrorIs(t, err, deduplicator.ErrInvalidOption)
+	require.ErrorContains(t, err, "WithConsumers: no names")
 }
 
 // What is published is what was stored: topics, UUIDs, metadata, payloads, order,
@@ -187,6 +191,31 @@ func TestRelayPublishesWhatIsStored(t *testing.T) {
 		again, err := store.Process(t.Context(), claimOf("a"), nil)
 		require.NoError(t, err)
 		require.Equal(t, deduplicator.Result{Outcome: deduplicator.Duplicate}, again)
+	})
+}
+
+// Two services with different brokers share the tables: each relay publishes what
+// its own handlers have stored.
+func TestRelayOfSomeConsumers(t *testing.T) {
+	t.Parallel()
+	each(t, testdb.All, func(t *testing.T, d testdb.Driver) {
+		db, store := open(t, d)
+		long := "long " + strings.Repeat("n", 300) // stored as a hash
+		for _, consumer := range []string{"billing", "stock", "stock\x00", long, "zoo"} {
+			claim := claimOf("a")
+			claim.Consumer = consumer
+			process(t, store, claim, outputs(strings.TrimSuffix(consumer, "\x00"), 2)...)
+		}
+		age(t, db, d)
+		kafka, amqp := &broker{}, &broker{}
+		relay := newRelay(t, store, kafka, deduplicator.WithConsumers("stock", long, "none", "stock"))
+		require.Equal(t, 2, flush(t, relay).Claims)
+		require.ElementsMatch(t, []string{"stock-0", "stock-1", long + "-0", long + "-1"}, kafka.uuids())
+		require.Equal(t, 6, left(t, db))
+		require.Zero(t, flush(t, relay).Messages)
+		require.Equal(t, 3, flush(t, newRelay(t, store, amqp, deduplicator.WithConsumers("billing", "stock\x00", "zoo"))).Claims)
+		require.Zero(t, left(t, db))
+		require.Len(t, kafka.got(), 4)
 	})
 }
 

@@ -287,6 +287,42 @@ func once(uuids []string) map[string]int {
 
 var errBad = errors.New("bad order")
 
+// A parked message that is published again, as it was read, to the topic that it came
+// from is processed once: published once more, it is a duplicate, as for every group
+// that has processed it before.
+func TestParkedMessageIsPublishedAgain(t *testing.T) {
+	t.Parallel()
+	onEach(t, func(t *testing.T, r *rig) {
+		operator := r.open(t, "operator-"+r.group, r.poison)
+		defer func() { require.NoError(t, operator.close()) }()
+		uuid := r.publish(1)[0]
+		var mended atomic.Bool
+		stop := r.start(nil, middleware.Retry{MaxRetries: 1, InitialInterval: time.Millisecond}, func(*message.Message) error {
+			if mended.Load() {
+				return nil
+			}
+			return errBad
+		})
+		defer stop()
+		r.until("it is parked", func() bool { return len(r.of(uuid, middleware.Parked)) == 1 })
+		mended.Store(true)
+
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		messages, err := operator.sub.Subscribe(ctx, r.poison)
+		require.NoError(t, err)
+		parked := <-messages
+		require.NotNil(t, parked)
+		topic, again := parked.Metadata.Get(watermillmw.PoisonedTopicKey), parked.Copy()
+		require.NoError(t, operator.pub.Publish(topic, parked))
+		parked.Ack()
+		r.until("it is processed", func() bool { return len(r.of(uuid, middleware.Processed)) == 1 })
+		require.NoError(t, operator.pub.Publish(topic, again))
+		r.until("it is a duplicate", func() bool { return len(r.of(uuid, middleware.Duplicate)) == 1 })
+		require.Equal(t, once([]string{uuid}), r.effects())
+	})
+}
+
 // B51: one of a hundred messages always fails. The others are done, once each; it
 // is tried as often as declared, with pauses that grow and in which nothing
 // happens, and then parked.

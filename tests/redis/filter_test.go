@@ -15,6 +15,7 @@ import (
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator/redisstore"
+	"github.com/seed-2f56a981/watermill-idempotent/middleware"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/services"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
@@ -272,4 +273,20 @@ func TestFilterNeedsNoRedisToBegin(t *testing.T) {
 	process(t, filter, claim("a", "one"), never(t), deduplicator.Duplicate)
 	require.NoError(t, filter.Reserve("stock", "handler a"))
 	require.ErrorIs(t, filter.Reserve("stock", "handler b"), deduplicator.ErrConsumerTaken)
+}
+
+// What the store says of itself, Chain hears through a filter too.
+func TestFilterTellsMaxAttempts(t *testing.T) {
+	t.Parallel()
+	_, store := newSQLStore(t, testdb.SQLite, deduplicator.WithMaxAttempts(6))
+	filter := newFilter(t, store, connect(t, "127.0.0.1:1"), namespace())
+	for _, store := range []deduplicator.Store{store, filter} {
+		_, err := middleware.Chain(middleware.WithRetry(middleware.Retry{MaxRetries: 5}),
+			middleware.Deduplicate(store, middleware.WithKey(deduplicator.FromUUID())))
+		require.ErrorIs(t, err, middleware.ErrInvalidOption)
+		require.ErrorContains(t, err, "WithMaxAttempts, 6,")
+	}
+	_, store = newSQLStore(t, testdb.SQLite)
+	_, counted := newFilter(t, store, connect(t, "127.0.0.1:1"), namespace()).MaxAttempts()
+	require.False(t, counted)
 }

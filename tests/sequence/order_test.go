@@ -243,3 +243,24 @@ func TestInvalidSequenceB80(t *testing.T) {
 	require.ErrorIs(t, err, ordering.ErrInvalidSequence)
 	k.applied("e")
 }
+
+// Events say which entity they are about, also those about other messages than the
+// one that was delivered.
+func TestEventsNameTheEntity(t *testing.T) {
+	t.Parallel()
+	each(t, drivers, func(t *testing.T, d testdb.Driver) {
+		k := newKit(t, d, ordering.WithReleaseBatch(1))
+		for _, seq := range []int64{4, 3, 2, 1, 1} {
+			require.NoError(t, k.process(k.event("order 7", 0, seq)))
+		}
+		require.NoError(t, k.releaser().Release(t.Context()))
+		k.failAt(5, middleware.Permanent(errPlanned))
+		require.NoError(t, k.process(k.event("order 7", 0, 5)))
+		entities := map[middleware.Outcome]string{}
+		for _, event := range k.events {
+			require.Equal(t, "order 7", event.Entity, "%v", event)
+			entities[event.Outcome] = event.Entity
+		}
+		require.Len(t, entities, 5, "processed, deferred, released, stale and blocked: %v", entities)
+	})
+}

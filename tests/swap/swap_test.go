@@ -529,7 +529,7 @@ func (s *shop) checkParked(ctx context.Context, broker ordering.Broker) {
 			require.True(s.t, ok, "parked by mistake: %s", msg.Payload)
 			require.Contains(s.t, msg.Metadata.Get("reason_poisoned"), reason)
 			require.Equal(s.t, s.orders, msg.Metadata.Get("topic_poisoned"))
-			require.Regexp(s.t, `^(amqp|kafka|sql)shard\.subscriber$`, msg.Metadata.Get("subscriber_poisoned"))
+			require.Regexp(s.t, `^(amqp|kafka|sql)shard\.subscriber\(.+\)$`, msg.Metadata.Get("subscriber_poisoned"))
 			delete(want, string(msg.Payload))
 			msg.Ack()
 		case <-ctx.Done():
