@@ -35,7 +35,7 @@ type SQLStore struct {
 // Closing db ends the store.
 //
 // It returns [ErrInvalidOption], naming every wrong argument and option, also where
-// db's connections are at read uncommitted, [ErrUnavailable], or [ErrSchema], naming what is missing and how to create it.
+// db's connections are at read uncommitted or are each a SQLite database in memory, [ErrUnavailable], or [ErrSchema], naming what is missing and how to create it.
 func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Option) (*SQLStore, error) {
 	cfg, err := newConfig(dialect, opts)
 	if db == nil {
@@ -46,6 +46,12 @@ func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Optio
 	}
 	if err := sqldb.Ping(ctx, db); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
+	}
+	if dialect == SQLite {
+		if err := sqldb.CheckMemory(ctx, db); errors.Is(err, sqldb.ErrSplit) {
+			return nil, fmt.Errorf("%w: %w", ErrInvalidOption, err)
+		}
+		// Other errors are those of the checks that follow.
 	}
 	if err := cfg.check(ctx, db); err != nil {
 		return nil, err

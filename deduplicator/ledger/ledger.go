@@ -110,7 +110,7 @@ func (l *Ledger) checkPool(store deduplicator.Store) error {
 // checkFile refuses the file of the store: the handler's transaction holds the only
 // write lock of it.
 func (l *Ledger) checkFile(ctx context.Context, store deduplicator.Store) error {
-	own, err := files(ctx, l.db)
+	own, err := sqldb.SQLiteFiles(ctx, l.db)
 	if err != nil {
 		return fmt.Errorf("%w: %w", deduplicator.ErrUnavailable, err)
 	}
@@ -126,7 +126,7 @@ func (l *Ledger) checkFile(ctx context.Context, store deduplicator.Store) error 
 	if dialect != deduplicator.SQLite {
 		return nil
 	}
-	others, err := files(ctx, db)
+	others, err := sqldb.SQLiteFiles(ctx, db)
 	if err != nil {
 		return fmt.Errorf("%w: %w", deduplicator.ErrUnavailable, err)
 	}
@@ -140,24 +140,4 @@ func (l *Ledger) checkFile(ctx context.Context, store deduplicator.Store) error 
 		}
 	}
 	return nil
-}
-
-// files returns the files of a SQLite connection by the names of its databases.
-func files(ctx context.Context, db *sql.DB) (map[string]string, error) {
-	rows, err := db.QueryContext(ctx, "PRAGMA database_list")
-	if err != nil {
-		return nil, err
-	}
-	defer rows.Close() //nolint:errcheck // rows.Err has the error of reading
-	found := make(map[string]string)
-	for rows.Next() {
-		var seq int
-		var name string
-		var file sql.NullString
-		if err := rows.Scan(&seq, &name, &file); err != nil {
-			return nil, err
-		}
-		found[name] = file.String
-	}
-	return found, rows.Err()
 }

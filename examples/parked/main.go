@@ -102,6 +102,15 @@ type options struct {
 	payload                  bool
 }
 
+const commands = `commands, after these flags, with -h for their own:
+  list    print parked messages
+  retry   let an entity go on whose message failed
+  skip    give up the message or the gap that holds an entity up
+  drop    delete one parked message
+example:
+  parked -db postgres -dsn DSN retry -consumer stock -entity order-7
+`
+
 // connectTimeout bounds the start, in which drivers try for minutes.
 const connectTimeout = 10 * time.Second
 
@@ -113,6 +122,9 @@ func execute(ctx context.Context, args []string, getenv func(string) string, std
 	global.StringVar(&o.sequences, "sequences", ordering.DefaultSequencesTable, "`table` of entities")
 	global.StringVar(&o.parked, "parked", ordering.DefaultParkedTable, "`table` of parked messages")
 	if err := parse(global, args, stdout); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			fmt.Fprint(stdout, commands)
+		}
 		return err
 	}
 	if o.dsn == "" {

@@ -63,6 +63,7 @@ func TestCommands(t *testing.T) {
 		{"drop -consumer stock -entity order_7 -seq 4", 0, []string{"deleted: {", `"Seq":4`}},
 		{"drop -consumer stock -entity order_7 -seq 4", 1, []string{"no such parked message"}},
 		{"list -reason odd", 1, []string{`"odd"`}},
+		{"-h", 0, []string{"-dsn", "list ", "retry ", "skip ", "drop ", "-entity order-7"}},
 		{"list -h", 0, []string{"-consumer", "-limit"}},
 		{"", 2, []string{"no command"}},
 		{"sip", 2, []string{`unknown command "sip"`}},

@@ -133,7 +133,7 @@ func ContextWithoutTx(ctx context.Context) context.Context {
 func WithoutTx(ctx context.Context) bool { return ctx.Value(noTxKey{}) != nil }
 
 // CheckColumns returns an error that names each of table's columns that can't
-// be read. hint says how to create them.
+// be read. hint says how to create what is missing.
 func CheckColumns(ctx context.Context, db *sql.DB, d Dialect, table, hint string, columns ...string) error {
 	probe := func(column string) error {
 		rows, err := db.QueryContext(ctx, "SELECT "+column+" FROM "+d.Quote(table)+" WHERE 1 = 0")
@@ -143,12 +143,12 @@ func CheckColumns(ctx context.Context, db *sql.DB, d Dialect, table, hint string
 		return errors.Join(rows.Err(), rows.Close())
 	}
 	if err := probe("1"); err != nil {
-		return fmt.Errorf("table %s: %w; %s", table, err, hint)
+		return fmt.Errorf("table %s: %w", table, d.explain(err, hint))
 	}
 	var errs []error
 	for _, column := range columns {
 		if err := probe(column); err != nil {
-			errs = append(errs, fmt.Errorf("table %s, column %s: %w; %s", table, column, err, hint))
+			errs = append(errs, fmt.Errorf("table %s, column %s: %w", table, column, d.explain(err, hint)))
 		}
 	}
 	return errors.Join(errs...)
@@ -184,7 +184,7 @@ func Apply(ctx context.Context, db *sql.DB, d Dialect, script string) error {
 	if err := Ping(ctx, db); err != nil {
 		return err
 	}
-	return Retry(ctx, applyLimit, func() error { return apply(ctx, db, d, script) })
+	return d.explain(Retry(ctx, applyLimit, func() error { return apply(ctx, db, d, script) }), "")
 }
 
 // pingLimit is how long a server may take for its first answer, whatever the

@@ -1,6 +1,7 @@
 package sqldb
 
 import (
+	"fmt"
 	"reflect"
 	"strings"
 )
@@ -43,6 +44,30 @@ func LockTimeout(err error) bool {
 		state, number, code := codes(e)
 		return state == "55P03" || number == mysqlLockWaitTimeout || code == sqliteBusy || code == sqliteLocked
 	})
+}
+
+// explain adds to err what is to be done: hint if a table or column is missing, and
+// nothing about that if it is another failure, or comes from another database than d.
+func (d Dialect) explain(err error, hint string) error {
+	from, missing := Dialect(""), false
+	walk(err, func(e error) bool {
+		switch state, number, code := codes(e); {
+		case state != "": // undefined_table, undefined_column, invalid_schema_name
+			from, missing = PostgreSQL, state == "42P01" || state == "42703" || state == "3F000"
+		case number != 0: // ER_NO_SUCH_TABLE, ER_BAD_FIELD_ERROR, ER_BAD_DB_ERROR
+			from, missing = MySQL, number == 1146 || number == 1054 || number == 1049
+		case code != 0: // SQLITE_ERROR, which is also a syntax error
+			from, missing = SQLite, code == 1
+		}
+		return from != ""
+	})
+	switch {
+	case from != "" && from != d:
+		return fmt.Errorf("%w; this is an error of %s, but the dialect is %q", err, from, d)
+	case missing && hint != "":
+		return fmt.Errorf("%w; %s", err, hint)
+	}
+	return err
 }
 
 // codes returns the SQLSTATE of a PostgreSQL driver's error, the error number of

@@ -126,8 +126,9 @@ func (b *Broker) Publisher() message.Publisher { return b.publisher }
 
 // Subscriber returns the subscriber of the broker's group.
 //
-// Subscribe declares the topic, as Declare does. It returns ErrAlreadySubscribed
-// while the topic is subscribed on this Broker. A shard delivers its next
+// Subscribe declares the topic, as Declare does, and consumes from the queues of all
+// shards: one that the broker refuses to serve is a [TopologyError]. It returns
+// ErrAlreadySubscribed while the topic is subscribed on this Broker. A shard delivers its next
 // message when the last one was acked or nacked.
 //
 // The context of a message ends when the message was acked or nacked, when its
@@ -139,8 +140,9 @@ func (b *Broker) Publisher() message.Publisher { return b.publisher }
 // subscriptions.
 //
 // A lost connection and a deleted queue are repaired (the queue is declared
-// again) for as long as it takes, with growing pauses of up to 8s. What was in a
-// deleted queue is lost. Messages in <topic>.<group>.dead and
+// again) for as long as it takes, with growing pauses of up to 8s. Of attempts that
+// fail for the same reason the first is logged as an error, and then one after 5s,
+// 10s, … 5m; the others are for level debug. What was in a deleted queue is lost. Messages in <topic>.<group>.dead and
 // <topic>.<group>.unrouted are logged when they are found and become more; the
 // subscription looks once a minute.
 func (b *Broker) Subscriber() message.Subscriber { return b.subscriber }

@@ -4,6 +4,8 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+
+	amqp "github.com/rabbitmq/amqp091-go"
 )
 
 var (
@@ -53,9 +55,19 @@ var (
 	errConsumerCancelled = errors.New("the broker cancelled the consumer, or its queue was deleted")
 	errDead              = errors.New("they came to the delivery limit")
 	errUnrouted          = errors.New("no shard took them, and their publishers were refused")
-	errNacked            = errors.New("the broker refused a message (basic.nack): a queue is full, " +
+	errNacked            = errors.New("the broker refused a message (basic.nack): a queue is full or broken, see the broker's log, " +
 		"or a group has no queue for the message and shows a copy in <topic>.<group>.unrouted")
+	errInternal = errors.New("the broker failed itself, see its log (RabbitMQ 3.10 may need a restart of the node, see docs/rabbitmq.md)")
 )
+
+// explain says what an INTERNAL_ERROR of the broker means: its own text says nothing.
+func explain(err error) error {
+	var refused *amqp.Error
+	if errors.As(err, &refused) && refused.Code == amqp.InternalError && !errors.Is(err, errInternal) {
+		return fmt.Errorf("%w: %w", errInternal, err)
+	}
+	return err
+}
 
 // TopologyError reports an exchange or queue that could not be declared or
 // bound, or that does not get the messages that it should. What existed before is unchanged; what was declared before it stays.

@@ -3,8 +3,10 @@ package amqpshard_test
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	amqp "github.com/rabbitmq/amqp091-go"
 
@@ -63,5 +65,52 @@ func TestMissingPluginSaysHowToEnableIt(t *testing.T) {
 	})
 	if !errors.Is(err, amqpshard.ErrPluginMissing) || !strings.Contains(err.Error(), "rabbitmq-plugins enable rabbitmq_consistent_hash_exchange") {
 		t.Errorf("the error is %v", err)
+	}
+}
+
+// A node of RabbitMQ 3.10 that can't make quorum queues any more says only
+// INTERNAL_ERROR.
+func TestInternalErrorSaysWhatToDo(t *testing.T) {
+	t.Parallel()
+	refused := &amqp.Error{Code: amqp.InternalError, Reason: "INTERNAL_ERROR"}
+	err := amqpshard.ErrorOfDeclare("queue", "orders.stock.000", refused)
+	if !errors.Is(err, refused) || !strings.Contains(err.Error(), "see its log") || !strings.Contains(err.Error(), "restart of the node") {
+		t.Errorf("the error is %v", err)
+	}
+}
+
+// What comes again is logged after 5 s, 10 s, … 5 min, and what comes after a quiet
+// time is new.
+func TestRepeatsAreLoggedAtGrowingPauses(t *testing.T) {
+	t.Parallel()
+	began := time.Now()
+	logged := func(from, to time.Duration) (n int) {
+		var times []time.Time
+		for d := time.Duration(0); d < to; d += time.Second {
+			times = append(times, began.Add(d))
+		}
+		for _, news := range amqpshard.News(times...)[from/time.Second:] {
+			if news {
+				n++
+			}
+		}
+		return n
+	}
+	for _, tt := range []struct {
+		from, to time.Duration
+		want     int
+	}{
+		{0, time.Second, 1},
+		{0, 5 * time.Second, 1},
+		{0, 16 * time.Second, 3},
+		{time.Hour, 2 * time.Hour, 12},
+	} {
+		if n := logged(tt.from, tt.to); n != tt.want {
+			t.Errorf("from %s to %s: %d times, want %d", tt.from, tt.to, n, tt.want)
+		}
+	}
+	again := amqpshard.News(began, began.Add(time.Second), began.Add(time.Hour), began.Add(time.Hour+6*time.Second))
+	if !slices.Equal(again, []bool{true, false, true, true}) {
+		t.Errorf("after an hour: %v", again)
 	}
 }

@@ -32,6 +32,9 @@ const (
 	maxNackPause = 5 * time.Second
 
 	watchInterval = time.Minute
+
+	// leaderTimeout is how long the first consumer of a queue waits for its leader.
+	leaderTimeout = 5 * time.Second
 )
 
 type subscriber struct {
@@ -63,6 +66,7 @@ func (s *subscriber) Subscribe(ctx context.Context, topic string) (<-chan *messa
 		cfg: s.cfg, topic: topic, stop: stop,
 		logger: s.logger.With(watermill.LogFields{"topic": topic, "group": s.cfg.Group}),
 		output: make(chan *message.Message), done: make(chan struct{}),
+		interruptions: map[interruption]*repeats{},
 	}
 	if err := s.add(sub); err != nil {
 		stop()
@@ -131,17 +135,25 @@ type subscription struct {
 	mu   sync.Mutex // guards conn, and is held while it is made
 	conn *connection
 
+	logging       sync.Mutex // guards interruptions
+	interruptions map[interruption]*repeats
+
 	declaring sync.Mutex // held by the shard that declares the topic again
 }
 
-// start declares the topic and starts the shards. When intake ends they stop,
-// and then finished is called.
+// start declares the topic, opens all shards and starts them. When intake ends they
+// stop, and then finished is called.
 func (s *subscription) start(intake context.Context, finished func()) error {
 	conn, err := s.connect(intake)
 	if err != nil {
 		return err
 	}
 	if err := checkAndDeclare(intake, conn, s.cfg, s.topic, s.logger); err != nil {
+		conn.close()
+		return err
+	}
+	streams, err := s.openAll(intake, conn)
+	if err != nil {
 		conn.close()
 		return err
 	}
@@ -163,7 +175,7 @@ func (s *subscription) start(intake context.Context, finished func()) error {
 	var shards sync.WaitGroup
 	for shard := range s.cfg.Shards {
 		c := newConsumer(s, shard, drain)
-		shards.Go(func() { c.run(intake) })
+		shards.Go(func() { c.run(intake, streams[shard]) })
 	}
 	shards.Go(func() { s.watch(intake) })
 	go func() {
@@ -176,6 +188,37 @@ func (s *subscription) start(intake context.Context, finished func()) error {
 		finished()
 	}()
 	return nil
+}
+
+// openAll consumes from the queues of all shards. It is the proof that they work: a
+// queue that the broker has made by half can be declared again and is found by the
+// probe. It aborts conn when intake ends.
+func (s *subscription) openAll(intake context.Context, conn *connection) ([]*stream, error) {
+	unwatch := conn.abortOn(intake)
+	streams := make([]*stream, s.cfg.Shards)
+	for shard := range streams {
+		name := shardName(s.cfg, s.topic, shard)
+		open, err := openStream(conn, name)
+		// It was declared just now: its leader is not there, or not yet.
+		for deadline := time.Now().Add(leaderTimeout); isNotFound(err) && time.Now().Before(deadline) && intake.Err() == nil; {
+			wait(intake, lockPause)
+			open, err = openStream(conn, name)
+		}
+		if isNotFound(err) {
+			err = fmt.Errorf("%w: %w", errInternal, err)
+		}
+		if err != nil {
+			if !unwatch() {
+				err = intake.Err()
+			}
+			return nil, topologyError("queue", name, err)
+		}
+		streams[shard] = open
+	}
+	if !unwatch() {
+		return nil, fmt.Errorf("amqpshard: subscribe to topic %q: %w", s.topic, intake.Err())
+	}
+	return streams, nil
 }
 
 // connect returns the connection, a new one if there is none that works.
@@ -240,12 +283,19 @@ func newConsumer(s *subscription, shard int, drain context.Context) *consumer {
 }
 
 // run consumes until the intake ends, whatever happens to the connection, the
-// channel or the queue.
-func (c *consumer) run(intake context.Context) {
+// channel or the queue. It begins with a stream that is open.
+func (c *consumer) run(intake context.Context, open *stream) {
 	missing := false
-	for intake.Err() == nil {
+	for {
 		began := time.Now()
-		err := c.consume(intake, missing)
+		var err error
+		if open == nil {
+			open, err = c.reopen(intake, missing)
+		}
+		if err == nil {
+			err = c.consume(intake, open)
+			open = nil
+		}
 		if intake.Err() != nil {
 			return
 		}
@@ -257,17 +307,19 @@ func (c *consumer) run(intake context.Context) {
 		if missing {
 			pause = max(pause, redeclarePause)
 		}
-		c.logger.Error("Consumer of a shard interrupted", err, watermill.LogFields{"queue": c.queue, "retry_in": pause.String()})
-		wait(intake, pause)
+		c.logInterruption(c.queue, explain(err), pause)
+		if wait(intake, pause); intake.Err() != nil {
+			return
+		}
 	}
 }
 
-// consume runs one consumer until it or the intake ends. It returns the reason
-// unless that is the intake.
-func (c *consumer) consume(intake context.Context, missing bool) error {
+// reopen connects where that is needed, declares a queue that is missing, and
+// consumes from it.
+func (c *consumer) reopen(intake context.Context, missing bool) (*stream, error) {
 	conn, err := c.connect(intake)
 	if err != nil {
-		return err
+		return nil, &connectionError{err}
 	}
 	if missing {
 		// The broker's lock keeps out other connections, not this one's shards.
@@ -275,39 +327,60 @@ func (c *consumer) consume(intake context.Context, missing bool) error {
 		err := redeclare(intake, conn, c.cfg, c.topic, c.shard)
 		c.declaring.Unlock()
 		if err != nil {
-			return err
+			return nil, conn.blame(err)
 		}
 	}
+	open, err := openStream(conn, c.queue)
+	return open, conn.blame(err)
+}
+
+// stream is what comes from one queue.
+type stream struct {
+	conn       *connection
+	ch         *amqp.Channel
+	closed     <-chan *amqp.Error
+	deliveries <-chan amqp.Delivery
+}
+
+func openStream(conn *connection, queue string) (*stream, error) {
 	ch, err := conn.Channel()
 	if err != nil {
-		return fmt.Errorf("open channel: %w", err)
+		return nil, fmt.Errorf("open channel: %w", err)
 	}
+	s := &stream{conn: conn, ch: ch, closed: ch.NotifyClose(make(chan *amqp.Error, 1))}
+	if err = ch.Qos(1, 0, false); err != nil { // with more a nacked message loses its place
+		err = fmt.Errorf("set prefetch: %w", err)
+	} else if s.deliveries, err = ch.Consume(queue, "", false, false, false, false, nil); err != nil {
+		err = fmt.Errorf("consume: %w", err)
+	}
+	if err != nil {
+		_ = ch.Close()
+		return nil, err
+	}
+	return s, nil
+}
+
+// consume hands on what comes from open until it or the intake ends, and closes it.
+// It returns the reason unless that is the intake.
+func (c *consumer) consume(intake context.Context, open *stream) error {
 	// Closing the channel is what hands the shard over. basic.cancel would start
 	// the successor while the handler here still runs.
-	defer ch.Close()
-	closed := ch.NotifyClose(make(chan *amqp.Error, 1))
-	if err := ch.Qos(1, 0, false); err != nil { // with more a nacked message loses its place
-		return fmt.Errorf("set prefetch: %w", err)
-	}
-	deliveries, err := ch.Consume(c.queue, "", false, false, false, false, nil)
-	if err != nil {
-		return fmt.Errorf("consume: %w", err)
-	}
+	defer open.ch.Close()
 	for {
 		select {
 		case <-intake.Done():
 			return nil
-		case delivery, ok := <-deliveries:
+		case delivery, ok := <-open.deliveries:
 			if !ok { // else it would be taken for an empty message
 				select {
-				case reason := <-closed:
-					return closedError(reason)
+				case reason := <-open.closed:
+					return open.conn.blame(closedError(reason))
 				default:
 					return errConsumerCancelled
 				}
 			}
-			if err := c.handle(intake, closed, delivery); err != nil {
-				return err
+			if err := c.handle(intake, open.closed, delivery); err != nil {
+				return open.conn.blame(err)
 			}
 		}
 	}

@@ -20,6 +20,7 @@ import (
 // short string).
 const maxNameLength = 255
 
+// lockPause is between attempts to get the lock, and to reach a leader.
 const lockPause = 50 * time.Millisecond
 
 // Names. They are the same for both kinds of routing.
@@ -345,5 +346,5 @@ func topologyError(kind, name string, err error) error {
 			err = fmt.Errorf("it exists with other settings and was left as it is: %w", err)
 		}
 	}
-	return &TopologyError{kind, name, err}
+	return &TopologyError{kind, name, explain(err)}
 }

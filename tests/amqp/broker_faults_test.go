@@ -38,6 +38,7 @@ func TestBrokerFaults(t *testing.T) {
 				{"restart moves no key", testRestartMovesNoKey},
 				{"memory alarm B63", testMemoryAlarm},
 				{"restarted under load", testRestartsUnderLoad},
+				{"no quorum queues", testNoQuorumQueues},
 				{"consumer timeout B64", testConsumerTimeout}, // last: it stays short
 			} {
 				t.Run(fault.name, func(t *testing.T) { fault.test(t, b) }) // they share the server
@@ -146,6 +147,35 @@ func testMemoryAlarm(t *testing.T, b *victim) {
 		}
 		require.Equal(t, "3", string(msg.Payload))
 	}
+}
+
+// A node that has lost the supervisor of its dead letter workers makes quorum queues
+// by half: each fails when it is declared, and is there at the next attempt. Subscribe
+// is refused all the same, until the node is restarted.
+func testNoQuorumQueues(t *testing.T, b *victim) {
+	f := b.setup(t, amqpshard.ConsistentHash)
+	broker := f.open("group")
+	b.ctl(t, "eval", "supervisor:terminate_child(rabbit_sup, rabbit_fifo_dlx_sup).")
+	require.Eventually(t, func() bool {
+		err := broker.Declare(t.Context(), f.topic)
+		if err != nil {
+			require.ErrorIs(t, err, amqpshard.ErrTopology)
+			require.ErrorContains(t, err, "the broker failed itself, see its log")
+		}
+		return err == nil
+	}, timeout, minPoll, "Declare does not see it for ever")
+	for range 3 {
+		_, err := broker.Subscriber().Subscribe(t.Context(), f.topic)
+		require.ErrorIs(t, err, amqpshard.ErrTopology)
+		require.ErrorContains(t, err, "the broker failed itself, see its log")
+	}
+	b.ctl(t, "stop_app")
+	b.ctl(t, "start_app")
+	require.NoError(t, b.Ready(t.Context()))
+	f.redial()
+	messages := f.subscribe(broker)
+	f.publish(broker, newMessage("a", "1"))
+	f.receive(messages).Ack()
 }
 
 // B64: the broker takes a message back whose handler is too slow. Its transaction

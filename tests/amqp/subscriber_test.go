@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"strconv"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -290,6 +291,35 @@ func TestBrokerAway(t *testing.T) {
 		p.setDown(true)
 		require.NoError(t, broker.Close())
 		f.ends(messages)
+	})
+}
+
+// A broker that is away is one error in the log, not one for each shard and attempt.
+func TestLostConnectionIsLoggedOnce(t *testing.T) {
+	onEach(t, func(t *testing.T, on server) {
+		f := setup(t, on)
+		p := f.newProxy()
+		const shards = 8
+		logger := watermill.NewCaptureLogger()
+		f.open("group", withShards(shards)) // deletes the topology
+		broker, err := amqpshard.Open(t.Context(), amqpshard.Config{URL: p.url, Group: "group", Shards: shards, Routing: f.routing, Key: ordering.KeyFromMetadata("entity")}, logger)
+		require.NoError(t, err)
+		defer broker.Close()
+		f.subscribe(broker)
+		f.eventuallyConsumed(f.queues("group", shards)...)
+		count := func(level watermill.LogLevel) (n int) {
+			for _, m := range logger.Captured()[level] {
+				if strings.Contains(m.Msg, "interrupted") {
+					n++
+				}
+			}
+			return n
+		}
+		p.setDown(true)
+		require.Eventually(t, func() bool { return count(watermill.DebugLogLevel) >= 3*shards }, timeout, minPoll)
+		require.Contains(t, []int{1, 2, 3, 4}, count(watermill.ErrorLogLevel), "%v", logger.Captured()[watermill.ErrorLogLevel])
+		p.setDown(false)
+		f.eventuallyConsumed(f.queues("group", shards)...)
 	})
 }
 

@@ -84,6 +84,82 @@ func TestSchemaThatIsNotReadySaysWhatIsMissing(t *testing.T) {
 	})
 }
 
+// An error that Migrate would not mend does not ask for it.
+func TestWrongDialectIsNamed(t *testing.T) {
+	t.Parallel()
+	for _, d := range testdb.Servers {
+		for _, dialect := range []deduplicator.Dialect{deduplicator.PostgreSQL, deduplicator.MySQL, deduplicator.SQLite} {
+			if dialect == d.Dialect {
+				continue
+			}
+			t.Run(fmt.Sprintf("%s as %s", d.Name, dialect), func(t *testing.T) {
+				t.Parallel()
+				db := testdb.Open(t, d)
+				named := func(err error) {
+					t.Helper()
+					require.ErrorContains(t, err, fmt.Sprintf("this is an error of %s, but the dialect is %q", d.Dialect, dialect))
+					require.NotContains(t, err.Error(), "Migrate")
+				}
+				_, err := deduplicator.NewSQLStore(t.Context(), db, dialect)
+				named(err)
+				_, err = ordering.NewVersions(t.Context(), db, dialect)
+				named(err)
+				named(deduplicator.Migrate(t.Context(), db, dialect))
+				named(ordering.Migrate(t.Context(), db, dialect))
+			})
+		}
+	}
+}
+
+func TestMissingRightIsNotAMissingTable(t *testing.T) {
+	t.Parallel()
+	database := testdb.Create(t, testdb.PGX)
+	db := database.Open(t)
+	db.SetMaxOpenConns(1) // the role is the connection's
+	migrate(t, db, testdb.PGX)
+	exec(t, db, "GRANT USAGE ON SCHEMA "+database.Name+" TO pg_monitor")
+	exec(t, db, "SET ROLE pg_monitor")
+	_, err := deduplicator.NewSQLStore(t.Context(), db, deduplicator.PostgreSQL)
+	require.ErrorIs(t, err, deduplicator.ErrSchema)
+	require.ErrorContains(t, err, "permission denied")
+	require.NotContains(t, err.Error(), "Migrate")
+}
+
+// With SQLite in memory each connection has a database of its own, unless it is told
+// otherwise: keys would be known to some of the handlers.
+func TestSQLiteInMemory(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct {
+		driver, dsn string
+		connections int
+		refused     bool
+	}{
+		{"sqlite", ":memory:", 0, true},
+		{"sqlite", "file::memory:", 5, true},
+		{"sqlite", ":memory:", 1, false},
+		{"sqlite", "file:shared-cache?mode=memory&cache=shared", 5, false},
+		{"sqlite3", ":memory:", 0, true},
+		{"sqlite3", ":memory:", 1, false},
+	} {
+		t.Run(fmt.Sprint(tt.driver, " ", tt.dsn, " ", tt.connections), func(t *testing.T) {
+			t.Parallel()
+			db, err := sql.Open(tt.driver, tt.dsn)
+			require.NoError(t, err)
+			t.Cleanup(func() { _ = db.Close() })
+			db.SetMaxOpenConns(tt.connections)
+			require.NoError(t, deduplicator.Migrate(t.Context(), db, deduplicator.SQLite))
+			store, err := deduplicator.NewSQLStore(t.Context(), db, deduplicator.SQLite)
+			if tt.refused {
+				require.ErrorIs(t, err, deduplicator.ErrInvalidOption)
+				require.ErrorContains(t, err, "SetMaxOpenConns(1)")
+				return
+			}
+			require.NoError(t, err)
+			works(t, store)
+		})
+	}
+}
+
 func TestSchemaRunsStatementByStatement(t *testing.T) {
 	t.Parallel()
 	each(t, testdb.All, func(t *testing.T, d testdb.Driver) {
