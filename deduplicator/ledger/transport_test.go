@@ -202,7 +202,7 @@ func TestTransportKeyForms(t *testing.T) {
 		req.Body = body
 		_, err := newTransport(t, base, quick).RoundTrip(req)
 		var failed *ledger.TransportError
-		if !errors.Is(err, ledger.ErrInvalidEffect) || !errors.As(err, &failed) || failed.Sent || failed.Attempts != 0 || !body.closed.Load() {
+		if !errors.Is(err, ledger.ErrInvalidEffect) || !errors.As(err, &failed) || failed.Sent || failed.Attempts != 0 || !body.isClosed() {
 			t.Errorf("key %.20q: error %v, body closed: %v", key, err, body.closed.Load())
 		}
 	}
@@ -229,6 +229,16 @@ type closeable struct {
 func (c *closeable) Close() error {
 	c.closed.Store(true)
 	return nil
+}
+
+// isClosed waits for it: net/http may close a body after RoundTrip has returned.
+func (c *closeable) isClosed() bool {
+	for deadline := time.Now().Add(10 * time.Second); !c.closed.Load(); time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			return false
+		}
+	}
+	return true
 }
 
 // What was certainly not sent is told from what may have been.
@@ -334,7 +344,7 @@ func TestTransportBodies(t *testing.T) {
 			t.Parallel()
 			body, edit := stream(text, length)
 			p, res, err := send(t, []int{503, lost, 200}, edit)
-			if err != nil || res.StatusCode != 200 || p.seen(t, "k", text) != 3 || !body.closed.Load() {
+			if err != nil || res.StatusCode != 200 || p.seen(t, "k", text) != 3 || !body.isClosed() {
 				t.Errorf("error %v, %d requests, closed %v", err, p.requests, body.closed.Load())
 			}
 		})
@@ -347,7 +357,7 @@ func TestTransportBodies(t *testing.T) {
 			}
 			body, edit := stream(long, said)
 			p, res, err := send(t, []int{503, 200}, edit)
-			if err != nil || res.StatusCode != 503 || p.seen(t, "k", long) != 1 || !body.closed.Load() {
+			if err != nil || res.StatusCode != 503 || p.seen(t, "k", long) != 1 || !body.isClosed() {
 				t.Errorf("error %v, %d requests, closed %v", err, p.requests, body.closed.Load())
 			}
 		})
@@ -356,7 +366,7 @@ func TestTransportBodies(t *testing.T) {
 		t.Parallel()
 		body := &closeable{Reader: io.MultiReader(strings.NewReader("01"), errReader{})}
 		p, _, err := send(t, []int{200}, func(req *http.Request) { req.Body, req.GetBody = body, nil }) //nolint:bodyclose // there is none
-		if !errors.Is(err, errRead) || !ledger.IsNotDone(err) || p.requests != 0 || !body.closed.Load() {
+		if !errors.Is(err, errRead) || !ledger.IsNotDone(err) || p.requests != 0 || !body.isClosed() {
 			t.Errorf("error %v, %d requests, closed %v", err, p.requests, body.closed.Load())
 		}
 	})
