@@ -5,6 +5,7 @@ import (
 	"maps"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"testing"
 
@@ -213,7 +214,8 @@ type log struct {
 type logged struct {
 	mu     sync.Mutex
 	queues map[any]bool
-	texts  []string
+	texts  []string // of errors
+	debugs []string
 }
 
 func newLog() log { return log{logged: &logged{queues: map[any]bool{}}} }
@@ -225,6 +227,29 @@ func (l log) Error(text string, err error, fields watermill.LogFields) {
 	defer l.mu.Unlock()
 	l.queues[fields["queue"]] = true
 	l.texts = append(l.texts, fmt.Sprint(text, ": ", err))
+}
+
+func (l log) Debug(text string, _ watermill.LogFields) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.debugs = append(l.debugs, text)
+}
+
+// count returns how many of the errors, and of what is at level debug, have text in them.
+func (l log) count(text string) (errs, debugs int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, t := range l.texts {
+		if strings.Contains(t, text) {
+			errs++
+		}
+	}
+	for _, t := range l.debugs {
+		if strings.Contains(t, text) {
+			debugs++
+		}
+	}
+	return errs, debugs
 }
 
 func (l log) has(queue string) bool {

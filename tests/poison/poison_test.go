@@ -97,8 +97,20 @@ func onSQL(db *sql.DB, d testdb.Driver) open {
 		for _, topic := range topics {
 			require.NoError(t, sub.SubscribeInitialize(topic))
 		}
-		return transport{pub, sub, func() error { return errors.Join(sub.Close(), pub.Close()) }}
+		once := &closedOnce{Subscriber: sub} // two calls at once would race, and the Router makes one
+		return transport{pub, once, func() error { return errors.Join(once.Close(), pub.Close()) }}
 	}
+}
+
+type closedOnce struct {
+	message.Subscriber
+	once sync.Once
+	err  error
+}
+
+func (s *closedOnce) Close() error {
+	s.once.Do(func() { s.err = s.Subscriber.Close() })
+	return s.err
 }
 
 // onEach runs test on each transport.
