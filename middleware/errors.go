@@ -4,11 +4,11 @@ import (
 	"errors"
 	"fmt"
 	"runtime/debug"
-	"unicode/utf8"
 
 	"github.com/ThreeDotsLabs/watermill/message"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/internal/text"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
 
@@ -98,21 +98,5 @@ func recoverer(h message.HandlerFunc) message.HandlerFunc {
 	}
 }
 
-// maxReason is the longest reason in bytes: headers share one frame on RabbitMQ
-// (128 KiB by default), and observers write to logs.
-const maxReason = 1024
-
-// reason is the text of err, cut to maxReason.
-func reason(err error) string { return cut(err.Error()) }
-
-func cut(text string) string {
-	if len(text) <= maxReason {
-		return text
-	}
-	const more = "…"
-	end := maxReason - len(more)
-	for end > 0 && !utf8.RuneStart(text[end]) {
-		end--
-	}
-	return text[:end] + more
-}
+// reason is the text of err, cut.
+func reason(err error) string { return text.Cut(err.Error()) }

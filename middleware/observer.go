@@ -11,6 +11,7 @@ import (
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
+	"github.com/seed-2f56a981/watermill-idempotent/internal/text"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
 
@@ -131,8 +132,8 @@ func LogObserver(logger *slog.Logger) Observer {
 			slog.String("handler", e.Handler),
 			slog.String("topic", e.Topic),
 			slog.String("message_uuid", e.MessageUUID),
-			slog.String("key", cut(e.Key)),
-			slog.String("entity", cut(e.Entity)),
+			slog.String("key", text.Cut(e.Key)),
+			slog.String("entity", text.Cut(e.Entity)),
 			slog.Duration("duration", e.Duration),
 			slog.Int("attempt", e.Attempt),
 		}

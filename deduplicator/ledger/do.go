@@ -11,10 +11,10 @@ import (
 	"strings"
 	"sync"
 	"time"
-	"unicode/utf8"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
+	"github.com/seed-2f56a981/watermill-idempotent/internal/text"
 )
 
 // Do runs an effect of the message that ctx belongs to, unless it took place
@@ -394,19 +394,7 @@ func (e *execution) finishOnce(ctx context.Context, state string, result []byte,
 		state, result, sql.NullString{String: cut(reason), Valid: reason != ""}, e.key, e.token)
 }
 
-// maxReason is the longest reason in bytes.
-const maxReason = 1024
-
-// cut makes text fit for any text column.
-func cut(text string) string {
-	text = strings.ReplaceAll(strings.ToValidUTF8(text, "\ufffd"), "\x00", "\ufffd")
-	if len(text) <= maxReason {
-		return text
-	}
-	const more = "…"
-	end := maxReason - len(more)
-	for end > 0 && !utf8.RuneStart(text[end]) {
-		end--
-	}
-	return text[:end] + more
+// cut makes s fit for any text column.
+func cut(s string) string {
+	return text.Cut(strings.ReplaceAll(strings.ToValidUTF8(s, "\ufffd"), "\x00", "\ufffd"))
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/env"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
 
@@ -156,7 +157,7 @@ func TestKilledAtRandom(t *testing.T) {
 
 func killAtRandom(t *testing.T, driver testdb.Driver, broker brokerKind) {
 	rng := random(t)
-	cuts := int(number(t, "CRASH_CUTS", 25))
+	cuts := int(env.Number(t, "CRASH_CUTS", 25))
 	tr := onDatabase(t, driver, broker)
 	where := map[string]int{}
 	started := time.Now()

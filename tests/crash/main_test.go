@@ -14,14 +14,13 @@ package crash_test
 
 import (
 	"math/rand/v2"
-	"os"
-	"strconv"
 	"testing"
 	"time"
 
 	"go.uber.org/goleak"
 
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/child"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/env"
 )
 
 // patience is for what must happen.
@@ -34,24 +33,8 @@ func TestMain(m *testing.M) {
 		goleak.IgnoreTopFunction("github.com/rcrowley/go-metrics.(*meterArbiter).tick"))
 }
 
-// number returns what an environment variable says.
-func number(t *testing.T, variable string, unset uint64) uint64 {
-	t.Helper()
-	text := os.Getenv(variable)
-	if text == "" {
-		return unset
-	}
-	n, err := strconv.ParseUint(text, 10, 64)
-	if err != nil {
-		t.Fatalf("%s: %v", variable, err)
-	}
-	return n
-}
-
 // random returns a generator whose seed is in the log.
 func random(t *testing.T) *rand.Rand {
 	t.Helper()
-	seed := number(t, "CRASH_SEED", rand.Uint64N(1<<32))
-	t.Logf("CRASH_SEED=%d", seed)
-	return rand.New(rand.NewPCG(seed, 0))
+	return rand.New(rand.NewPCG(env.Seed(t, "CRASH_SEED"), 0))
 }

@@ -16,6 +16,7 @@ import (
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering/amqpshard"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/env"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/history"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/services"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
@@ -77,12 +78,12 @@ func (c chaosRun) do(t *testing.T, server *services.Instance) {
 	}
 	unguarded := c.guard == nothing || c.guard == deduplicateOnly
 	ch := &chaos{run: newRun(t, c.driver, s), server: server, proxy: proxy}
-	ch.entities, ch.events = int(number(t, "HISTORY_ENTITIES", 30)), int(number(t, "HISTORY_EVENTS", 600))
+	ch.entities, ch.events = int(env.Number(t, "HISTORY_ENTITIES", 30)), int(env.Number(t, "HISTORY_EVENTS", 600))
 	all := []string{"kill", "stop", "cut", "restart"}
 	if s.AMQP != "" {
 		all = append(all, "delete queue")
 	}
-	faults := slices.Repeat(all, int(number(t, "HISTORY_ROUNDS", 0)))
+	faults := slices.Repeat(all, int(env.Number(t, "HISTORY_ROUNDS", 0)))
 	switch {
 	case unguarded: // what the traffic alone does to it is enough
 		ch.entities, ch.events, faults = 20, 200, nil

@@ -14,9 +14,6 @@
 package history_test
 
 import (
-	"math/rand/v2"
-	"os"
-	"strconv"
 	"testing"
 	"time"
 
@@ -36,26 +33,4 @@ func TestMain(m *testing.M) {
 		// toxiproxy leaves one behind when it stops while data is on its way.
 		goleak.IgnoreAnyFunction("github.com/Shopify/toxiproxy/v2/toxics.(*ToxicStub).Run"),
 		goleak.IgnoreAnyFunction("github.com/Shopify/toxiproxy/v2.(*ToxicLink).read"))
-}
-
-// number returns what an environment variable says.
-func number(t *testing.T, variable string, unset uint64) uint64 {
-	t.Helper()
-	text := os.Getenv(variable)
-	if text == "" {
-		return unset
-	}
-	n, err := strconv.ParseUint(text, 10, 64)
-	if err != nil {
-		t.Fatalf("%s: %v", variable, err)
-	}
-	return n
-}
-
-// seed returns the seed of a test, which is in the log.
-func seed(t *testing.T) uint64 {
-	t.Helper()
-	seed := number(t, "HISTORY_SEED", rand.Uint64N(1<<32))
-	t.Logf("HISTORY_SEED=%d", seed)
-	return seed
 }

@@ -25,6 +25,7 @@ import (
 	"github.com/seed-2f56a981/watermill-idempotent/middleware"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/child"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/env"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/history"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
@@ -58,7 +59,7 @@ func newRun(t *testing.T, driver testdb.Driver, s settings) *run {
 	database := testdb.Create(t, driver)
 	s.Dialect, s.DSN, s.Topic = driver.Dialect, database.DSN, "history-"+watermill.NewShortUUID()
 	r := &run{
-		settings: s, t: t, db: database.Open(t), seed: seed(t),
+		settings: s, t: t, db: database.Open(t), seed: env.Seed(t, "HISTORY_SEED"),
 		workers: map[string]*child.Process{}, starts: map[string]int{},
 		published: map[string]int64{}, runs: map[string]*history.Run{}, holder: map[string]string{},
 		seen: map[string]bool{}, outcomes: map[middleware.Outcome]int{}, progress: make(chan struct{}),

@@ -8,7 +8,6 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"os"
 	"strconv"
 	"testing"
 	"time"
@@ -17,6 +16,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/env"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
 
@@ -29,13 +29,7 @@ const patience = time.Minute
 // The flag is rapid's only way, so these tests do not run in parallel.
 func checks(t *testing.T, n int) {
 	t.Helper()
-	if text := os.Getenv("PROPERTY_CHECKS"); text != "" {
-		factor, err := strconv.Atoi(text)
-		if err != nil {
-			t.Fatalf("PROPERTY_CHECKS: %v", err)
-		}
-		n *= factor
-	}
+	n *= int(env.Number(t, "PROPERTY_CHECKS", 1))
 	before := flag.Lookup("rapid.checks").Value.String()
 	if err := flag.Set("rapid.checks", strconv.Itoa(n)); err != nil {
 		t.Fatal(err)
