@@ -192,7 +192,9 @@ func WithMaxAttempts(n int) Option {
 // [ErrInFlight] and the connection is free: back in the pool, or on PostgreSQL and
 // MySQL closed, since there the driver gives up the statement. MySQL's server notices
 // that only when its own innodb_lock_wait_timeout (50 s) has passed or the key is
-// free. MariaDB rounds the timeout up to whole seconds; on SQLite, where every writer
+// free. Connections whose own lock_timeout (PostgreSQL) or innodb_lock_wait_timeout
+// (MySQL) is set in their DSN to no more than d leave the waiting to the server, which
+// is cheaper, and come back to the pool. MariaDB rounds the timeout up to whole seconds; on SQLite, where every writer
 // waits for every other, the driver's busy timeout comes on top. Values under
 // [MinClaimTimeout] are refused.
 func WithClaimTimeout(d time.Duration) Option {

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"time"
 	"unicode/utf8"
+
+	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 )
 
 // maxRows bounds a statement: 8 parameters a row stay under the 999 that old
@@ -20,13 +22,15 @@ const maxRows = 100
 const maxBytes = 1 << 20
 
 type queries struct {
-	claim string
+	claim sqldb.Statement
 	// unboundedClaim: the server does not bound the claim's wait for a twin.
 	unboundedClaim bool
 
-	stored    string
-	output    string // up to VALUES
-	row       string // one row of it
+	stored    sqldb.Statement
+	insertOne sqldb.Statement // one output
+	forgetOne sqldb.Statement // the outputs of one claim
+	output    string          // up to VALUES
+	row       string          // one row of it
 	forgetSQL string
 	rebind    func(string) string
 
@@ -46,10 +50,10 @@ func newQueries(c *config, mariaDB bool) queries {
 		// The update changes the row, so that the count is 1 for a new key and 2
 		// for a known one, with clientFoundRows and without (MySQL manual,
 		// "INSERT ... ON DUPLICATE KEY UPDATE"). The caller rolls it back.
-		q.claim = insert + "VALUES (?, ?, ?, " + now + ") ON DUPLICATE KEY UPDATE processed_at = processed_at + INTERVAL 1 SECOND"
+		q.claim.Text = insert + "VALUES (?, ?, ?, " + now + ") ON DUPLICATE KEY UPDATE processed_at = processed_at + INTERVAL 1 SECOND"
 		if mariaDB {
 			seconds := strconv.Itoa(int((c.claimTimeout + time.Second - 1) / time.Second))
-			q.claim = "SET STATEMENT innodb_lock_wait_timeout = " + seconds + " FOR " + q.claim
+			q.claim.Text = "SET STATEMENT innodb_lock_wait_timeout = " + seconds + " FOR " + q.claim.Text
 		}
 		// MySQL's SET_VAR hint does not apply to that variable ("Server System
 		// Variables"), and setting it for the session costs two round trips.
@@ -57,16 +61,17 @@ func newQueries(c *config, mariaDB bool) queries {
 	case PostgreSQL, SQLite:
 		// A lock_timeout around this statement alone costs PostgreSQL 20 µs.
 		q.unboundedClaim = c.dialect == PostgreSQL
-		q.claim = insert + "VALUES (?, ?, ?, " + now + ") ON CONFLICT (consumer_name, message_key) DO NOTHING"
+		q.claim.Text = insert + "VALUES (?, ?, ?, " + now + ") ON CONFLICT (consumer_name, message_key) DO NOTHING"
 	}
-	q.claim = c.dialect.Rebind(q.claim)
+	q.claim.Text = c.dialect.Rebind(q.claim.Text)
 	// Sorting is left to the reader: MariaDB would make a temporary table for it.
-	q.stored = c.dialect.Rebind("SELECT c.fingerprint, o.ordinal, o.topic, o.uuid, o.metadata, o.payload FROM " + processed + " c LEFT JOIN " + produced +
+	q.stored.Text = c.dialect.Rebind("SELECT c.fingerprint, o.ordinal, o.topic, o.uuid, o.metadata, o.payload FROM " + processed + " c LEFT JOIN " + produced +
 		" o ON o.consumer_name = c.consumer_name AND o.message_key = c.message_key" +
 		" WHERE c.consumer_name = ? AND c.message_key = ?")
 	q.output = "INSERT INTO " + produced + " (consumer_name, message_key, ordinal, topic, uuid, metadata, payload, created_at) VALUES "
 	q.row = "(?, ?, ?, ?, ?, ?, ?, " + now + ")"
 	q.forgetSQL = "DELETE FROM " + produced + " WHERE "
+	q.insertOne.Text, q.forgetOne.Text = q.insertOutputs(1), q.forget(1)
 	q.setAttempts(c)
 	return q
 }
@@ -74,6 +79,10 @@ func newQueries(c *config, mariaDB bool) queries {
 func (q *queries) forget(claims int) string {
 	const one = "(consumer_name = ? AND message_key = ?)"
 	return q.rebind(q.forgetSQL + one + strings.Repeat(" OR "+one, claims-1))
+}
+
+func (q *queries) insertOutputs(rows int) string {
+	return q.rebind(q.output + q.row + strings.Repeat(", "+q.row, rows-1))
 }
 
 // insertOutputs stores outputs in as few statements as the bounds allow.
@@ -95,8 +104,11 @@ func (s *SQLStore) insertOutputs(ctx context.Context, tx *sql.Tx, claim Claim, o
 			rows++
 			next++
 		}
-		query := s.queries.rebind(s.queries.output + s.queries.row + strings.Repeat(", "+s.queries.row, rows-1))
-		if _, err := tx.ExecContext(ctx, query, args...); err != nil {
+		insert := &s.queries.insertOne
+		if rows > 1 {
+			insert = &sqldb.Statement{Text: s.queries.insertOutputs(rows)}
+		}
+		if _, err := insert.ExecTx(ctx, tx, args...); err != nil {
 			return err
 		}
 	}
@@ -173,6 +185,18 @@ func (c *config) checkReads(ctx context.Context, db *sql.DB) error {
 		return fmt.Errorf("%w: the connections of db are at read uncommitted", ErrInvalidOption)
 	}
 	return nil
+}
+
+// lockWait asks for how long the server lets a statement of db's connections wait for
+// a lock; 0 is without end.
+func (c *config) lockWait(ctx context.Context, db *sql.DB) (time.Duration, error) {
+	query, unit := "SELECT setting::bigint FROM pg_settings WHERE name = 'lock_timeout'", time.Millisecond
+	if c.dialect == MySQL {
+		query, unit = "SELECT @@innodb_lock_wait_timeout", time.Second
+	}
+	var wait int64
+	err := db.QueryRowContext(ctx, query).Scan(&wait)
+	return time.Duration(wait) * unit, err
 }
 
 // txOptions are those of every transaction: nil where the isolation level is the

@@ -25,9 +25,6 @@ type SQLStore struct {
 	txOptions *sql.TxOptions
 
 	consumers sync.Map // from names to their owners: see Reserve
-
-	// nil where the driver keeps prepared statements itself
-	claimStmt, storedStmt *sql.Stmt
 }
 
 // NewSQLStore returns a store on db. It asks the database for its version and
@@ -72,15 +69,15 @@ func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Optio
 		mariaDB = strings.Contains(version, "MariaDB")
 	}
 	s.queries = newQueries(cfg, mariaDB)
-	if dialect != PostgreSQL {
-		// PostgreSQL's drivers are left to prepare as their configuration says:
-		// a connection pooler may not allow it.
-		if s.claimStmt, err = db.PrepareContext(ctx, s.queries.claim); err != nil {
+	if s.queries.unboundedClaim {
+		wait, err := cfg.lockWait(ctx, db)
+		if err != nil {
 			return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
 		}
-		if s.storedStmt, err = db.PrepareContext(ctx, s.queries.stored); err != nil {
-			return nil, fmt.Errorf("%w: %w", ErrUnavailable, errors.Join(err, s.claimStmt.Close()))
-		}
+		s.queries.unboundedClaim = wait == 0 || wait > cfg.claimTimeout
+	}
+	if err := sqldb.Prepare(ctx, db, dialect, &s.queries.claim, &s.queries.stored, &s.queries.insertOne, &s.queries.forgetOne); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
 	}
 	return s, nil
 }
@@ -204,7 +201,7 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 		return result, err
 	}
 	working = true
-	outputs, err := work(sqldb.ContextWithTx(ctx, tx))
+	outputs, err := work(&workContext{ctx, tx, claim})
 	working = false
 	if err != nil {
 		ended = true
@@ -269,13 +266,7 @@ func (s *SQLStore) claim(ctx context.Context, tx *sql.Tx, claim Claim) (isNew bo
 		wait, cancel = context.WithTimeout(ctx, s.config.claimTimeout)
 		defer cancel()
 	}
-	args := []any{sqldb.EncodeKey(claim.Consumer), sqldb.EncodeKey(claim.Key), claim.Fingerprint}
-	var result sql.Result
-	if s.claimStmt != nil {
-		result, err = tx.StmtContext(wait, s.claimStmt).ExecContext(wait, args...)
-	} else {
-		result, err = tx.ExecContext(wait, s.queries.claim, args...)
-	}
+	result, err := s.queries.claim.ExecTx(wait, tx, sqldb.EncodeKey(claim.Consumer), sqldb.EncodeKey(claim.Key), claim.Fingerprint)
 	if err != nil && wait.Err() != nil && ctx.Err() == nil {
 		return false, fmt.Errorf("%w: %w", ErrInFlight, err)
 	}
@@ -306,15 +297,10 @@ func (s *SQLStore) claimError(ctx context.Context, err error) error {
 // whether it is, and then its outputs or that it is a conflict.
 func (s *SQLStore) stored(ctx context.Context, tx *sql.Tx, claim Claim) (result Result, known bool, err error) {
 	var rows *sql.Rows
-	switch args := key(claim); {
-	case s.storedStmt != nil && tx != nil:
-		rows, err = tx.StmtContext(ctx, s.storedStmt).QueryContext(ctx, args...)
-	case s.storedStmt != nil:
-		rows, err = s.storedStmt.QueryContext(ctx, args...)
-	case tx != nil:
-		rows, err = tx.QueryContext(ctx, s.queries.stored, args...)
-	default:
-		rows, err = s.db.QueryContext(ctx, s.queries.stored, args...)
+	if tx != nil {
+		rows, err = s.queries.stored.QueryTx(ctx, tx, key(claim)...)
+	} else {
+		rows, err = s.queries.stored.Query(ctx, s.db, key(claim)...)
 	}
 	if err != nil {
 		return Result{}, false, s.claimError(ctx, err)
@@ -412,7 +398,11 @@ func (s *SQLStore) Forget(ctx context.Context, claims ...Claim) error {
 		for _, claim := range claims[:n] {
 			args = append(args, key(claim)...)
 		}
-		if _, err := s.exec(ctx, s.queries.forget(n), args...); err != nil {
+		forget := &s.queries.forgetOne
+		if n > 1 {
+			forget = &sqldb.Statement{Text: s.queries.forget(n)}
+		}
+		if _, err := s.execStatement(ctx, forget, args...); err != nil {
 			return fmt.Errorf("deduplicator: forget outputs: %w", err)
 		}
 		s.known.forgotten(claims[:n])
@@ -423,9 +413,13 @@ func (s *SQLStore) Forget(ctx context.Context, claims ...Claim) error {
 
 // exec runs one statement in a transaction of its own, again while other
 // transactions make the database refuse it.
-func (s *SQLStore) exec(ctx context.Context, query string, args ...any) (result sql.Result, err error) {
+func (s *SQLStore) exec(ctx context.Context, query string, args ...any) (sql.Result, error) {
+	return s.execStatement(ctx, &sqldb.Statement{Text: query}, args...)
+}
+
+func (s *SQLStore) execStatement(ctx context.Context, statement *sqldb.Statement, args ...any) (result sql.Result, err error) {
 	err = sqldb.Retry(ctx, aloneLimit, func() (err error) {
-		result, err = s.db.ExecContext(ctx, query, args...)
+		result, err = statement.Exec(ctx, s.db, args...)
 		return err
 	})
 	return result, err

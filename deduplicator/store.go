@@ -127,15 +127,35 @@ func ContextWithTx(ctx context.Context, tx *sql.Tx) context.Context {
 
 type claimKey struct{}
 
-// ContextWithClaim returns a context that says which claim is worked on. Package
-// middleware calls it for every store; callers of Store.Process that do without
-// that package call it in their [Work] when they use package ledger there.
+// ContextWithClaim returns a context that says which claim is worked on, for package
+// ledger. The context that a [SQLStore] gives to [Work] says it already, and so does
+// that of a handler in package middleware, whatever its store.
 func ContextWithClaim(ctx context.Context, claim Claim) context.Context {
-	return context.WithValue(ctx, claimKey{}, claim)
+	return context.WithValue(ctx, claimKey{}, &claim)
 }
 
 // ClaimFromContext returns the claim that is worked on, if there is one.
 func ClaimFromContext(ctx context.Context) (Claim, bool) {
-	claim, ok := ctx.Value(claimKey{}).(Claim)
-	return claim, ok
+	claim, ok := ctx.Value(claimKey{}).(*Claim)
+	if !ok {
+		return Claim{}, false
+	}
+	return *claim, true
+}
+
+// workContext is a context with a transaction and its claim, in one allocation.
+type workContext struct {
+	context.Context
+	tx    *sql.Tx
+	claim Claim
+}
+
+func (c *workContext) Value(key any) any {
+	switch key.(type) {
+	case sqldb.TxKey:
+		return c.tx
+	case claimKey:
+		return &c.claim
+	}
+	return c.Context.Value(key)
 }

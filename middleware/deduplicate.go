@@ -127,26 +127,26 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 				message.HandlerNameFromCtx(ctx), topic, deduplicator.ErrNoTransaction)
 		}
 		state := deliveryFrom(ctx)
-		claim, err := d.claim(ctx, msg)
+		claim, err := d.claim(ctx, msg, state.unknown)
 		if err != nil {
 			state.claim = claim
 			return nil, err
 		}
 		state.key = d.key
-		claim.Redelivered = state.unknown || msg.Metadata.Get(metadata.Redelivered) == "true"
 		state.claim = claim
 		uuid, payload, fields := msg.UUID, msg.Payload, maps.Clone(msg.Metadata)
 		defer func() { msg.UUID, msg.Payload, msg.Metadata = uuid, payload, fields }()
-		attempts := 0
 		result, err := d.store.Process(ctx, claim, func(txCtx context.Context) ([]deduplicator.Output, error) {
 			state.outcome = Processed
-			txCtx = deduplicator.ContextWithClaim(txCtx, claim)
+			if own, _ := deduplicator.ClaimFromContext(txCtx); own.Consumer != claim.Consumer || own.Key != claim.Key {
+				txCtx = deduplicator.ContextWithClaim(txCtx, claim)
+			}
 			if d.noTx {
 				txCtx = sqldb.ContextWithoutTx(txCtx)
 			}
 			msg.SetContext(txCtx)
 			defer msg.SetContext(ctx)
-			if attempts++; attempts > 1 { // the one before may have changed it
+			if state.runs++; state.runs > 1 { // the one before may have changed it
 				msg.UUID, msg.Payload, msg.Metadata = uuid, payload, maps.Clone(fields)
 			}
 			reason := msg.Metadata.Get(watermillmw.ReasonForPoisonedKey)
@@ -221,7 +221,7 @@ type parkedInside struct{ reason string }
 
 func (e *parkedInside) Error() string { return e.reason }
 
-func (d *deduplicate) claim(ctx context.Context, msg *message.Message) (deduplicator.Claim, error) {
+func (d *deduplicate) claim(ctx context.Context, msg *message.Message, unknown bool) (deduplicator.Claim, error) {
 	handler := message.HandlerNameFromCtx(ctx)
 	consumer := cmp.Or(d.consumer, handler)
 	if consumer == "" {
@@ -237,7 +237,7 @@ func (d *deduplicate) claim(ctx context.Context, msg *message.Message) (deduplic
 	if key == "" {
 		return deduplicator.Claim{}, Permanent(deduplicator.ErrNoKey)
 	}
-	claim := deduplicator.Claim{Consumer: consumer, Key: key}
+	claim := deduplicator.Claim{Consumer: consumer, Key: key, Redelivered: unknown || msg.Metadata.Get(metadata.Redelivered) == "true"}
 	if claim.Time, err = d.time(msg); err != nil {
 		return claim, Permanent(err)
 	}
@@ -264,7 +264,8 @@ func (d *deduplicate) reserve(ctx context.Context, consumer string) error {
 	if err := store.Reserve(consumer, fmt.Sprintf("handler %q of topic %q by %s", now.handler, now.topic, now.subscriber)); err != nil {
 		return fmt.Errorf("%w: give each handler its own name, and with WithConsumer its own chain", err)
 	}
-	d.owner.Store(&now)
+	reserved := now // on the heap, unlike now
+	d.owner.Store(&reserved)
 	return nil
 }
 

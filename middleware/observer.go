@@ -148,12 +148,15 @@ func LogObserver(logger *slog.Logger) Observer {
 	}
 }
 
-// delivery is what the links of a chain know together about one delivery. It is
-// used by one goroutine at a time.
+// delivery is what the links of a chain know together about one delivery, and the
+// message's context, in one allocation. It is used by one goroutine at a time.
 type delivery struct {
+	context.Context
+
 	observers []Observer
 	outcome   Outcome // of an attempt without an error
 	attempt   int
+	runs      int   // of what is inside Deduplicate
 	parked    error // why the message is in the poison queue
 	ahead     bool  // earlier messages of the producer are missing
 	unknown   bool  // an attempt may have been committed
@@ -167,6 +170,13 @@ type delivery struct {
 }
 
 type deliveryKey struct{}
+
+func (d *delivery) Value(key any) any {
+	if key == (deliveryKey{}) {
+		return d
+	}
+	return d.Context.Value(key)
+}
 
 func deliveryFrom(ctx context.Context) *delivery {
 	d, ok := ctx.Value(deliveryKey{}).(*delivery)
@@ -223,7 +233,7 @@ func guard(observers []Observer) message.HandlerMiddleware {
 	return func(h message.HandlerFunc) message.HandlerFunc {
 		return func(msg *message.Message) (produced []*message.Message, err error) {
 			ctx := msg.Context()
-			d := &delivery{observers: observers, outcome: Processed, attempt: 1, entity: msg.Metadata.Get(ordering.PartitionKeyMetadata)}
+			d := &delivery{Context: ctx, observers: observers, outcome: Processed, attempt: 1, entity: msg.Metadata.Get(ordering.PartitionKeyMetadata)}
 			started := time.Now()
 			returned := false
 			defer func() {
@@ -233,7 +243,7 @@ func guard(observers []Observer) message.HandlerMiddleware {
 					msg.Nack()
 				}
 			}()
-			msg.SetContext(context.WithValue(ctx, deliveryKey{}, d))
+			msg.SetContext(d)
 			produced, err = h(msg)
 			returned = true
 			msg.SetContext(ctx)

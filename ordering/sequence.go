@@ -291,7 +291,7 @@ type Sequence struct {
 	db      *sql.DB
 	config  *sequenceConfig
 	queries sequenceQueries
-	advance statement
+	advance sqldb.Statement
 }
 
 // NewSequence returns the sequences that are kept in db, the database of the
@@ -320,8 +320,8 @@ func NewSequence(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Seque
 		return nil, fmt.Errorf("%w: %w", ErrSchema, err)
 	}
 	s := &Sequence{db: db, config: cfg, queries: newSequenceQueries(cfg)}
-	s.advance.text = s.queries.advance
-	if err := s.advance.prepare(ctx, db, dialect); err != nil {
+	s.advance.Text = s.queries.advance
+	if err := sqldb.Prepare(ctx, db, dialect, &s.advance); err != nil {
 		return nil, fmt.Errorf("ordering: %w", err)
 	}
 	return s, nil

@@ -84,7 +84,7 @@ func (s *Sequence) ProcessTx(ctx context.Context, tx *sql.Tx, d SequencedDeliver
 
 // advance is the whole work for an event that is next while nothing is parked.
 func (t *sequenceTx) advance(ctx context.Context, e SequencedEvent) (bool, error) {
-	result, err := t.Sequence.advance.exec(ctx, t.tx, e.Seq, e.Fingerprint, t.consumer, t.entity, e.Epoch, e.Seq-1)
+	result, err := t.Sequence.advance.ExecTx(ctx, t.tx, e.Seq, e.Fingerprint, t.consumer, t.entity, e.Epoch, e.Seq-1)
 	if err != nil {
 		return false, err
 	}

@@ -48,7 +48,7 @@ type Event struct {
 // entity. It is safe for concurrent use.
 type Versions struct {
 	dialect Dialect
-	advance statement
+	advance sqldb.Statement
 	current string
 }
 
@@ -146,8 +146,8 @@ func NewVersions(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Versi
 		return nil, fmt.Errorf("%w: %w", ErrSchema, err)
 	}
 	v := &Versions{dialect: dialect}
-	v.advance.text, v.current = cfg.queries()
-	if err := v.advance.prepare(ctx, db, dialect); err != nil {
+	v.advance.Text, v.current = cfg.queries()
+	if err := sqldb.Prepare(ctx, db, dialect, &v.advance); err != nil {
 		return nil, fmt.Errorf("ordering: %w", err)
 	}
 	return v, nil
@@ -197,7 +197,7 @@ func (v *Versions) ApplyTx(ctx context.Context, tx *sql.Tx, event Event) (Versio
 		return 0, fmt.Errorf("%w: %d is negative", ErrInvalidVersion, event.Version)
 	}
 	consumer, entity := sqldb.EncodeKey(event.Consumer), sqldb.EncodeKey(event.Entity)
-	result, err := v.advance.exec(ctx, tx, consumer, entity, event.Version, event.Fingerprint)
+	result, err := v.advance.ExecTx(ctx, tx, consumer, entity, event.Version, event.Fingerprint)
 	if err != nil {
 		return 0, fmt.Errorf("ordering: apply version: %w", err)
 	}

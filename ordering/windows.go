@@ -110,8 +110,8 @@ func WithProducerGaps(policy ProducerGapPolicy) WindowsOption {
 // left to the message's key.
 type Windows struct {
 	config  windowsConfig
-	insert  statement
-	swap    statement
+	insert  sqldb.Statement
+	swap    sqldb.Statement
 	lock    string
 	set     string
 	guesses guesses
@@ -144,7 +144,7 @@ func NewWindows(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Window
 	}
 	w := &Windows{config: cfg, guesses: guesses{entries: map[streamID]window{}}}
 	w.prepare()
-	if err := errors.Join(w.insert.prepare(ctx, db, dialect), w.swap.prepare(ctx, db, dialect)); err != nil {
+	if err := sqldb.Prepare(ctx, db, dialect, &w.insert, &w.swap); err != nil {
 		return nil, fmt.Errorf("ordering: %w", err)
 	}
 	return w, nil
@@ -167,8 +167,8 @@ func (w *Windows) prepare() {
 	if dialect != SQLite { // the insert or update before it has locked the database
 		lock += " FOR UPDATE"
 	}
-	w.insert.text = dialect.Rebind(insert)
-	w.swap.text = dialect.Rebind(set + " AND epoch = ? AND highest = ? AND seen = ?")
+	w.insert.Text = dialect.Rebind(insert)
+	w.swap.Text = dialect.Rebind(set + " AND epoch = ? AND highest = ? AND seen = ?")
 	w.lock = dialect.Rebind(lock)
 	w.set = dialect.Rebind(set)
 }
@@ -276,7 +276,7 @@ func (w *Windows) decide(before window, stamp Stamp) (after window, result Windo
 }
 
 func (w *Windows) trySwap(ctx context.Context, tx *sql.Tx, id streamID, before, after window) (bool, error) {
-	result, err := w.swap.exec(ctx, tx, append(id.args(after.columns()...), before.columns()...)...)
+	result, err := w.swap.ExecTx(ctx, tx, append(id.args(after.columns()...), before.columns()...)...)
 	if err != nil {
 		return false, err
 	}
@@ -290,7 +290,7 @@ func (w *Windows) trySwap(ctx context.Context, tx *sql.Tx, id streamID, before, 
 
 func (w *Windows) tryInsert(ctx context.Context, tx *sql.Tx, id streamID, stamp Stamp) (bool, error) {
 	first := newWindow(stamp.Epoch, stamp.Sequence)
-	result, err := w.insert.exec(ctx, tx, append(id.args(), first.columns()...)...)
+	result, err := w.insert.ExecTx(ctx, tx, append(id.args(), first.columns()...)...)
 	if err != nil {
 		return false, err
 	}

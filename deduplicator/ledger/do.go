@@ -390,7 +390,7 @@ func (e *execution) finish(ctx context.Context, state string, result []byte, rea
 }
 
 func (e *execution) finishOnce(ctx context.Context, state string, result []byte, reason string) (sql.Result, error) {
-	return e.exec(ctx, e.finishStmt, e.queries.finish,
+	return e.exec(ctx, &e.queries.finish,
 		state, result, sql.NullString{String: cut(reason), Valid: reason != ""}, e.key, e.token)
 }
 

@@ -19,8 +19,6 @@ type Ledger struct {
 	config  *config
 	queries queries
 	keep    time.Duration // 0: the store has no retention
-
-	insertStmt, finishStmt *sql.Stmt // nil where the driver keeps prepared statements itself
 }
 
 // statementLimit bounds a statement and the wait for its connection.
@@ -64,13 +62,8 @@ func New(ctx context.Context, store deduplicator.Store, db *sql.DB, dialect dedu
 	if err := cfg.check(ctx, db); err != nil {
 		return nil, err
 	}
-	if dialect != deduplicator.PostgreSQL { // see deduplicator.NewSQLStore
-		if l.insertStmt, err = db.PrepareContext(ctx, l.queries.insert); err != nil {
-			return nil, fmt.Errorf("%w: %w", deduplicator.ErrUnavailable, err)
-		}
-		if l.finishStmt, err = db.PrepareContext(ctx, l.queries.finish); err != nil {
-			return nil, fmt.Errorf("%w: %w", deduplicator.ErrUnavailable, errors.Join(err, l.insertStmt.Close()))
-		}
+	if err := sqldb.Prepare(ctx, db, dialect, &l.queries.insert, &l.queries.finish); err != nil {
+		return nil, fmt.Errorf("%w: %w", deduplicator.ErrUnavailable, err)
 	}
 	return l, nil
 }

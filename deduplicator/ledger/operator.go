@@ -6,6 +6,8 @@ import (
 	"database/sql"
 	"fmt"
 	"time"
+
+	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 )
 
 // UnknownEffect is an effect of which nobody knows whether it took place.
@@ -68,7 +70,7 @@ func (l *Ledger) Resolve(ctx context.Context, unknown UnknownEffect, answer Answ
 	if state == stateUnknown {
 		return nil
 	}
-	resolved, err := l.changed(l.exec(ctx, nil, l.queries.resolve,
+	resolved, err := l.changed(l.exec(ctx, &sqldb.Statement{Text: l.queries.resolve},
 		state, result, sql.NullString{String: cut(reason), Valid: reason != ""}, rand.Text(),
 		unknown.Key, unknown.token))
 	if err != nil {

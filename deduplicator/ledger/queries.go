@@ -23,8 +23,8 @@ const (
 // Every change after the insert is conditional on the token of the row, which
 // changes hands with the lease: whoever is late changes nothing.
 type queries struct {
-	insert, read, take, finish, renew string
-	unknown, resolve                  string
+	insert, finish                      sqldb.Statement
+	read, take, renew, unknown, resolve string
 }
 
 const byKey = " WHERE idempotency_key = ?"
@@ -48,21 +48,21 @@ func newQueries(c *config) queries {
 	}
 	// MySQL assigns from left to right, so state comes after what looks at it.
 	q := queries{
-		insert: insert,
+		insert: sqldb.Statement{Text: insert},
 		read: "SELECT state, token, CASE WHEN lease_until > " + now + " THEN 1 ELSE 0 END, attempts, arguments, result, error, " +
 			d.Age("first_tried_at") + " FROM " + table + byKey,
 		take: "UPDATE " + table + " SET first_tried_at = CASE WHEN state = '" + statePlanned + "' THEN " + now + " ELSE first_tried_at END," +
 			" state = ?, token = ?, attempts = attempts + ?, lease_until = " + lease +
 			byKey + " AND token = ? AND state = ? AND lease_until <= " + now,
-		finish: "UPDATE " + table + " SET state = ?, result = ?, error = ?, lease_until = first_tried_at" +
-			byKey + " AND token = ? AND " + unsettled,
+		finish: sqldb.Statement{Text: "UPDATE " + table + " SET state = ?, result = ?, error = ?, lease_until = first_tried_at" +
+			byKey + " AND token = ? AND " + unsettled},
 		renew: "UPDATE " + table + " SET lease_until = " + lease + byKey + " AND token = ? AND " + unsettled,
 		unknown: "SELECT idempotency_key, consumer_name, message_key, effect, epoch, token, attempts, error, " + d.Age("first_tried_at") +
 			" FROM " + table + " WHERE " + unsettled + " AND lease_until <= " + now + " ORDER BY first_tried_at, idempotency_key LIMIT ?",
 		resolve: "UPDATE " + table + " SET state = ?, result = ?, error = ?, token = ?" +
 			byKey + " AND token = ? AND " + unsettled + " AND lease_until <= " + now,
 	}
-	for _, query := range []*string{&q.insert, &q.read, &q.take, &q.finish, &q.renew, &q.unknown, &q.resolve} {
+	for _, query := range []*string{&q.insert.Text, &q.read, &q.take, &q.finish.Text, &q.renew, &q.unknown, &q.resolve} {
 		*query = d.Rebind(*query)
 	}
 	return q
@@ -83,7 +83,7 @@ type row struct {
 // insert makes the effect started and this execution's own, if nothing is known of
 // it yet.
 func (e *execution) insert(ctx context.Context) (isNew bool, err error) {
-	result, err := e.exec(ctx, e.insertStmt, e.queries.insert,
+	result, err := e.exec(ctx, &e.queries.insert,
 		e.key, sqldb.EncodeKey(e.id.consumer), sqldb.EncodeKey(e.id.message), e.id.name, e.id.epoch, e.token, e.arguments)
 	if err != nil {
 		return false, err
@@ -115,11 +115,11 @@ func (e *execution) take(ctx context.Context, r row, state string) (bool, error)
 	if state == stateStarted {
 		attempt = 1
 	}
-	return e.changed(e.exec(ctx, nil, e.queries.take, state, e.token, attempt, e.key, r.token, r.state))
+	return e.changed(e.exec(ctx, &sqldb.Statement{Text: e.queries.take}, state, e.token, attempt, e.key, r.token, r.state))
 }
 
 func (e *execution) renew(ctx context.Context) (bool, error) {
-	return e.changed(e.exec(ctx, nil, e.queries.renew, e.key, e.token))
+	return e.changed(e.exec(ctx, &sqldb.Statement{Text: e.queries.renew}, e.key, e.token))
 }
 
 func (l *Ledger) changed(result sql.Result, err error) (bool, error) {
@@ -132,15 +132,11 @@ func (l *Ledger) changed(result sql.Result, err error) (bool, error) {
 
 // exec runs one statement in a transaction of its own, again while other
 // transactions make the database refuse it.
-func (l *Ledger) exec(ctx context.Context, stmt *sql.Stmt, query string, args ...any) (result sql.Result, err error) {
+func (l *Ledger) exec(ctx context.Context, statement *sqldb.Statement, args ...any) (result sql.Result, err error) {
 	ctx, cancel := context.WithTimeout(ctx, statementLimit)
 	defer cancel()
 	once := func() (err error) {
-		if stmt != nil {
-			result, err = stmt.ExecContext(ctx, args...)
-		} else {
-			result, err = l.db.ExecContext(ctx, query, args...)
-		}
+		result, err = statement.Exec(ctx, l.db, args...)
 		return err
 	}
 	if err := once(); err == nil || !sqldb.Transient(err) {

@@ -108,16 +108,17 @@ func EncodeKey(key string) string {
 	return hashMark + hex.EncodeToString(sum[:])
 }
 
-type txKey struct{}
+// TxKey is the key of the transaction in a context.
+type TxKey struct{}
 
 // ContextWithTx returns ctx with the transaction in it.
 func ContextWithTx(ctx context.Context, tx *sql.Tx) context.Context {
-	return context.WithValue(ctx, txKey{}, tx)
+	return context.WithValue(ctx, TxKey{}, tx)
 }
 
 // TxFromContext returns the transaction of ctx, if there is one.
 func TxFromContext(ctx context.Context) (*sql.Tx, bool) {
-	tx, ok := ctx.Value(txKey{}).(*sql.Tx)
+	tx, ok := ctx.Value(TxKey{}).(*sql.Tx)
 	return tx, ok
 }
 

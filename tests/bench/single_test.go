@@ -60,6 +60,7 @@ type variant struct {
 //	floor        begin, handler, commit
 //	by-hand      begin, insert on conflict do nothing, handler, commit
 //	deduplicate  the Deduplicate middleware around the handler
+//	server-wait  the same on connections with a lock timeout of the server's (PostgreSQL)
 //	stale        Deduplicate and RejectStale
 //	sequence     Deduplicate and Sequence, all events in order
 //	replayed     Deduplicate and RejectReplayed, all numbers in order
@@ -202,6 +203,8 @@ type hand struct {
 	db      *sql.DB
 	dialect deduplicator.Dialect
 	insert  string // the claim
+
+	bounded *sql.DB // the same with a lock_timeout; nil where that changes nothing
 }
 
 func newHand(b *testing.B, driver testdb.Driver) *hand {
@@ -212,6 +215,9 @@ func newHand(b *testing.B, driver testdb.Driver) *hand {
 		database = database.Through(b, func(upstream string) string { return delayed(b, upstream, ms) })
 	}
 	h := &hand{db: database.Open(b), dialect: driver.Dialect}
+	if driver.Dialect == deduplicator.PostgreSQL {
+		h.bounded = database.With(b, "lock_timeout", "5s").Open(b)
+	}
 	require.NoError(b, deduplicator.Migrate(ctx, h.db, driver.Dialect))
 	require.NoError(b, ordering.Migrate(ctx, h.db, driver.Dialect))
 	for _, query := range []string{
@@ -313,7 +319,7 @@ func variants(b *testing.B, driver testdb.Driver) []variant {
 	require.NoError(b, err)
 	producer, err := ordering.NewProducer(b.Context(), h.db, driver.Dialect, "shop")
 	require.NoError(b, err)
-	return []variant{
+	variants := []variant{
 		{name: "floor", handle: func(msg *message.Message) error {
 			return h.inTx(msg, func(context.Context, *sql.Tx, *message.Message) (bool, error) { return true, nil }, nil)
 		}},
@@ -326,4 +332,10 @@ func variants(b *testing.B, driver testdb.Driver) []variant {
 		{name: "replayed", over: "deduplicate", handle: chained(b, store, "replayed", middleware.RejectReplayed(windows)),
 			prepare: func(msg *message.Message) error { return producer.Stamp("orders", msg) }},
 	}
+	if h.bounded != nil {
+		bounded, err := deduplicator.NewSQLStore(b.Context(), h.bounded, h.dialect)
+		require.NoError(b, err)
+		variants = append(variants, variant{name: "server-wait", handle: chained(b, bounded, "server-wait")})
+	}
+	return variants
 }

@@ -104,6 +104,29 @@ func TestClaimTimeoutIsNotTheHandlers(t *testing.T) {
 	})
 }
 
+// Where the connections come with a limit of the server's own, that one ends the wait
+// for a twin, and the connection stays.
+func TestServerEndsTheWait(t *testing.T) {
+	t.Parallel()
+	each(t, []testdb.Driver{testdb.PGX, testdb.PQ, testdb.MySQL}, func(t *testing.T, d testdb.Driver) {
+		setting, value := "lock_timeout", "1000"
+		if d.Dialect == deduplicator.MySQL {
+			setting, value = "innodb_lock_wait_timeout", "1"
+		}
+		db := testdb.Create(t, d).With(t, setting, value).Open(t)
+		migrate(t, db, d)
+		store := newStore(t, db, d, deduplicator.WithClaimTimeout(time.Second))
+		_, err := store.Process(t.Context(), claimOf("held"), func(context.Context) ([]deduplicator.Output, error) {
+			open := db.Stats().OpenConnections
+			_, err := store.Process(t.Context(), claimOf("held"), noWork(t))
+			require.ErrorIs(t, err, deduplicator.ErrInFlight)
+			require.Equal(t, max(open, 2), db.Stats().OpenConnections)
+			return nil, nil
+		})
+		require.NoError(t, err)
+	})
+}
+
 // Claims of other keys, new and known, go on while one is held; a gap lock would
 // stop its neighbours.
 func TestClaimsDoNotWaitForTheirNeighbours(t *testing.T) {

@@ -100,7 +100,7 @@ func Create(t testing.TB, d Driver) *Database {
 	switch d.Dialect {
 	case deduplicator.PostgreSQL:
 		server := services.Value(t, services.Postgres)
-		database.DSN = withSearchPath(server, database.Name)
+		database.DSN = withSetting(server, "search_path", database.Name)
 		admin(t, d.driver, server, "CREATE SCHEMA "+database.Name, "DROP SCHEMA "+database.Name+" CASCADE")
 	case deduplicator.MySQL:
 		config, err := mysql.ParseDSN(services.Value(t, MySQLServer(t)))
@@ -143,6 +143,25 @@ func (database *Database) Through(t testing.TB, proxy func(upstream string) (add
 	return &proxied
 }
 
+// With returns the database as connections see it for which a server's setting has
+// another value. SQLite has no such settings.
+func (database *Database) With(t testing.TB, setting, value string) *Database {
+	t.Helper()
+	changed := *database
+	switch database.Driver.Dialect {
+	case deduplicator.PostgreSQL:
+		changed.DSN = withSetting(database.DSN, setting, value)
+	case deduplicator.MySQL:
+		config, err := mysql.ParseDSN(database.DSN)
+		if err != nil {
+			t.Fatalf("testdb: the DSN is not one of go-sql-driver/mysql")
+		}
+		config.Params = map[string]string{setting: value}
+		changed.DSN = config.FormatDSN()
+	}
+	return &changed
+}
+
 // Open returns a pool of [PoolSize] connections and closes it at the end of t.
 func (database *Database) Open(t testing.TB) *sql.DB {
 	t.Helper()
@@ -166,15 +185,15 @@ func SQLiteDSN(path string, busyTimeout time.Duration) string {
 		path, busyTimeout.Milliseconds())
 }
 
-// withSearchPath sets the schema that unqualified names mean, for a DSN that is
-// a URL as for one of keywords and values.
-func withSearchPath(dsn, schema string) string {
+// withSetting adds a setting of PostgreSQL to a DSN that is a URL as to one of
+// keywords and values.
+func withSetting(dsn, setting, value string) string {
 	u, err := url.Parse(dsn)
 	if err != nil || u.Scheme == "" {
-		return dsn + " search_path=" + schema
+		return dsn + " " + setting + "=" + value
 	}
 	query := u.Query()
-	query.Set("search_path", schema)
+	query.Set(setting, value)
 	u.RawQuery = query.Encode()
 	return u.String()
 }
