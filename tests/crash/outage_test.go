@@ -4,6 +4,7 @@ import (
 	"context"
 	"database/sql"
 	"fmt"
+	"maps"
 	"net"
 	"strconv"
 	"strings"
@@ -72,7 +73,7 @@ func (o *outage) hook(_ delivery, at step) error {
 func (o *outage) counts() (map[step]int, map[string]int) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	return o.steps, o.outcomes
+	return maps.Clone(o.steps), maps.Clone(o.outcomes)
 }
 
 // proxy is a TCP proxy before a database.

@@ -248,6 +248,8 @@ func mysqlCommand(in *Instance, program string, more ...string) []string {
 		// Relative to the data folder: an absolute path could exceed 107 bytes.
 		"--socket=s.sock",
 		"--init-file=" + in.path("init.sql"), "--max-connections=300",
+		// InnoDB passes the system's cache by, so that a large table needs it all here.
+		"--innodb-buffer-pool-size=2G",
 	}, more...)
 }
 
