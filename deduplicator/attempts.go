@@ -50,6 +50,16 @@ func (s *SQLStore) countedProcess(ctx context.Context, claim Claim, work Work) (
 	return result, err
 }
 
+// ForgetAttempts ends the count of [WithMaxAttempts] for claim, whose message was
+// acknowledged without being processed: one that is published again from the poison
+// queue has all its attempts. It takes up to five seconds; without the database the
+// count stays, and the message may be refused earlier.
+func (s *SQLStore) ForgetAttempts(ctx context.Context, claim Claim) {
+	if s.config.maxAttempts != nil {
+		s.correctAttempts(ctx, s.queries.forgetAttempts, claim)
+	}
+}
+
 func (s *SQLStore) countAttempt(ctx context.Context, claim Claim) (attempts int64, err error) {
 	err = s.retry(ctx, func() (err error) {
 		if s.config.dialect == MySQL {

@@ -181,8 +181,8 @@ func WithKnownKeys(n int) Option {
 // Each call of Process is an attempt, except those that end because the database
 // is unavailable or because the key is in flight. The count is committed before
 // the transaction, which costs a statement each time, and is forgotten when the
-// message is processed or refused: one that is published again from the poison
-// queue has n new attempts. Copies that come at the same moment count too.
+// message is processed, parked or refused: one that is published again from the
+// poison queue has n new attempts. Copies that come at the same moment count too.
 func WithMaxAttempts(n int) Option {
 	return optionFunc(func(c *config) { c.maxAttempts = &n })
 }

@@ -165,9 +165,10 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 			return toOutputs(message.PublishTopicFromCtx(ctx), produced)
 		})
 		produced := state.produced
-		state.produced = nil
+		state.produced, state.failedIn = nil, nil
 		switch {
 		case err != nil:
+			state.failedIn = d.store
 			return nil, state.failed(err)
 		case result.Outcome == deduplicator.Duplicate:
 			state.outcome = Duplicate

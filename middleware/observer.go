@@ -164,6 +164,7 @@ type delivery struct {
 	entity   string               // see Event
 	claim    deduplicator.Claim   // of Deduplicate; the zero one outside of it
 	key      deduplicator.KeyFunc // of Deduplicate too
+	failedIn deduplicator.Store   // the store of an attempt that failed last
 	produced []*message.Message   // what the handler returned in the last attempt
 
 	sequenced sequenced
@@ -249,6 +250,9 @@ func guard(observers []Observer) message.HandlerMiddleware {
 			msg.SetContext(ctx)
 			outcome, cause := d.result(err)
 			d.report(msg, outcome, started, cause)
+			if err == nil {
+				d.forgetAttempts(ctx)
+			}
 			if err == nil && d.parked == nil {
 				for _, event := range d.sequenced.events {
 					d.notify(ctx, event)
@@ -262,6 +266,16 @@ func guard(observers []Observer) message.HandlerMiddleware {
 			}
 			return produced, err
 		}
+	}
+}
+
+// forgetAttempts lets a message that is acknowledged although its last attempt failed
+// begin anew when somebody publishes it again.
+func (d *delivery) forgetAttempts(ctx context.Context) {
+	if store, ok := d.failedIn.(interface {
+		ForgetAttempts(ctx context.Context, claim deduplicator.Claim)
+	}); ok {
+		store.ForgetAttempts(ctx, d.claim)
 	}
 }
 

@@ -77,6 +77,15 @@ func (f *Filter) MaxAttempts() (int, bool) {
 	return 0, false
 }
 
+// ForgetAttempts tells the store, if it can count attempts.
+func (f *Filter) ForgetAttempts(ctx context.Context, claim deduplicator.Claim) {
+	if store, ok := f.store.(interface {
+		ForgetAttempts(ctx context.Context, claim deduplicator.Claim)
+	}); ok {
+		store.ForgetAttempts(ctx, claim)
+	}
+}
+
 // Process implements [deduplicator.Store].
 func (f *Filter) Process(ctx context.Context, claim deduplicator.Claim, work deduplicator.Work) (deduplicator.Result, error) {
 	if store, ok := f.store.(interface {

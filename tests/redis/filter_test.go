@@ -290,3 +290,16 @@ func TestFilterTellsMaxAttempts(t *testing.T) {
 	_, counted := newFilter(t, store, connect(t, "127.0.0.1:1"), namespace()).MaxAttempts()
 	require.False(t, counted)
 }
+
+// A message that was parked has all its attempts again behind a filter too.
+func TestFilterForgetsAttempts(t *testing.T) {
+	t.Parallel()
+	_, store := newSQLStore(t, testdb.SQLite, deduplicator.WithMaxAttempts(1))
+	filter := newFilter(t, store, connect(t, "127.0.0.1:1"), namespace())
+	planned := errors.New("planned")
+	for range 3 {
+		_, err := filter.Process(t.Context(), claim("a", "one"), func(context.Context) ([]deduplicator.Output, error) { return nil, planned })
+		require.Equal(t, planned, err)
+		filter.ForgetAttempts(t.Context(), claim("a", "one"))
+	}
+}

@@ -8,14 +8,17 @@ import (
 	"fmt"
 	"os"
 	osexec "os/exec"
+	"slices"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/stretchr/testify/require"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/internal/metadata"
+	"github.com/seed-2f56a981/watermill-idempotent/middleware"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering/amqpshard"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
@@ -214,3 +217,56 @@ func TestInFlightIsNoAttempt(t *testing.T) {
 		require.ErrorIs(t, err, deduplicator.ErrTooManyAttempts)
 	})
 }
+
+// A message that was acknowledged without being processed has all its attempts when it
+// comes again: after a fault was mended an operator publishes it once more.
+func TestAcknowledgedMessageHasNewAttempts(t *testing.T) {
+	t.Parallel()
+	const limit = 3
+	each(t, testdb.All, func(t *testing.T, d testdb.Driver) {
+		db := testdb.Open(t, d)
+		migrate(t, db, d)
+		deliver := func(failure error, links ...middleware.Link) (runs int, err error) {
+			store := newStore(t, db, d, deduplicator.WithMaxAttempts(limit))
+			chain, err := middleware.Chain(append(links,
+				middleware.WithRetry(middleware.Retry{MaxRetries: 1, InitialInterval: time.Millisecond}),
+				middleware.Deduplicate(store, middleware.WithKey(deduplicator.FromUUID()), middleware.WithConsumer("stock")))...)
+			require.NoError(t, err)
+			handler := func(*message.Message) ([]*message.Message, error) {
+				runs++
+				return nil, failure
+			}
+			for _, link := range slices.Backward(chain) {
+				handler = link(handler)
+			}
+			_, err = handler(message.NewMessageWithContext(t.Context(), "k", nil))
+			return runs, err
+		}
+		park := middleware.WithPoisonQueue(published{}, "poison")
+		for _, failure := range []error{errors.New("planned"), middleware.Permanent(errors.New("planned")), ordering.ErrStale} {
+			for range 2 * limit {
+				runs, err := deliver(failure, park)
+				require.NoError(t, err)
+				want := 2
+				if middleware.IsPermanent(failure) || errors.Is(failure, ordering.ErrStale) {
+					want = 1
+				}
+				require.Equal(t, want, runs, "%v", failure)
+			}
+		}
+
+		// One that goes back to the broker keeps its count.
+		runs, err := deliver(errors.New("planned"))
+		require.EqualError(t, err, "planned")
+		require.Equal(t, 2, runs)
+		runs, err = deliver(errors.New("planned"))
+		require.ErrorIs(t, err, deduplicator.ErrTooManyAttempts)
+		require.Equal(t, 1, runs)
+	})
+}
+
+// published is a publisher that every message gets through.
+type published struct{}
+
+func (published) Publish(string, ...*message.Message) error { return nil }
+func (published) Close() error                              { return nil }
