@@ -7,10 +7,12 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 )
 
 // mostStatements bounds how many of a handler's statements have faults.
@@ -18,6 +20,10 @@ const mostStatements = 20
 
 // redeliveries bounds how often a message is delivered until it is acknowledged.
 const redeliveries = 5
+
+// locked bounds how long the store may keep Effects from reading a SQLite file without
+// a busy timeout: it forgets the outputs of the message before.
+const locked = 5 * time.Second
 
 // trial is one thing that goes wrong.
 type trial struct {
@@ -116,7 +122,11 @@ type measurement struct{ effects, published int }
 func (r *rig) measure(ctx context.Context) (measurement, error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	effects, err := r.Effects(ctx)
+	var effects int
+	err := sqldb.Retry(ctx, locked, func() (err error) {
+		effects, err = r.Effects(ctx)
+		return err
+	})
 	if err != nil {
 		return measurement{}, fmt.Errorf("measure Effects: %w", err)
 	}

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"path/filepath"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -135,6 +136,41 @@ func TestGoodHandlers(t *testing.T) {
 }
 
 // B05 and its relatives: each handler passes a test that delivers one message.
+// Effects is measured while the store forgets outputs, which locks a SQLite file that
+// was opened without a busy timeout.
+func TestEffectsOfALockedFile(t *testing.T) {
+	t.Parallel()
+	s := open(t, testdb.SQLite)
+	c := s.newCase(s.good)
+	effects, busy := c.Effects, false
+	c.Effects = func(ctx context.Context) (int, error) {
+		if busy {
+			return effects(ctx)
+		}
+		busy = true
+		return 0, lockedFile(t)
+	}
+	require.NoError(t, handlertest.Check(t.Context(), c))
+}
+
+// lockedFile returns the driver's error of a file that another connection has locked.
+func lockedFile(t *testing.T) error {
+	t.Helper()
+	db, err := sql.Open(testdb.SQLite.Name, filepath.Join(t.TempDir(), "locked.db"))
+	require.NoError(t, err)
+	defer func() { require.NoError(t, db.Close()) }()
+	_, err = db.ExecContext(t.Context(), "CREATE TABLE t (id int)")
+	require.NoError(t, err)
+	conn, err := db.Conn(t.Context())
+	require.NoError(t, err)
+	defer func() { require.NoError(t, conn.Close()) }()
+	_, err = conn.ExecContext(t.Context(), "BEGIN EXCLUSIVE")
+	require.NoError(t, err)
+	_, err = db.ExecContext(t.Context(), "SELECT * FROM t")
+	require.ErrorContains(t, err, "locked")
+	return err
+}
+
 func TestBadHandlers(t *testing.T) {
 	t.Parallel()
 	type bad struct {
