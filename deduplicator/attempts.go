@@ -44,7 +44,8 @@ func (s *SQLStore) countedProcess(ctx context.Context, claim Claim, work Work) (
 	switch {
 	case err == nil && result.Outcome == Duplicate, errors.Is(err, ErrTooManyAttempts):
 		s.correctAttempts(ctx, s.queries.forgetAttempts, claim)
-	case errors.Is(err, ErrInFlight), errors.Is(err, ErrUnavailable): // the work was not called
+	case errors.Is(err, ErrInFlight), errors.Is(err, ErrUnavailable), // the work was not called
+		err != nil && errors.Is(ctx.Err(), context.Canceled): // or the broker took the message away
 		s.correctAttempts(ctx, s.queries.uncountAttempt, claim)
 	}
 	return result, err

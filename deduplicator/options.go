@@ -179,7 +179,8 @@ func WithKnownKeys(n int) Option {
 // package middleware refuses the store otherwise.
 //
 // Each call of Process is an attempt, except those that end because the database
-// is unavailable or because the key is in flight. The count is committed before
+// is unavailable, because the key is in flight, or because ctx was cancelled, as
+// subscribers do when they close or lose the message. The count is committed before
 // the transaction, which costs a statement each time, and is forgotten when the
 // message is processed, parked or refused: one that is published again from the
 // poison queue has n new attempts. Copies that come at the same moment count too.

@@ -218,6 +218,31 @@ func TestInFlightIsNoAttempt(t *testing.T) {
 	})
 }
 
+// Nor does an attempt that was taken away from it: Kafka ends the running handlers of a
+// group each time a member joins or leaves, so a rolling deployment would use all up.
+func TestCancelledDeliveryIsNoAttempt(t *testing.T) {
+	t.Parallel()
+	each(t, testdb.All, func(t *testing.T, d testdb.Driver) {
+		db := testdb.Open(t, d)
+		migrate(t, db, d)
+		store := newStore(t, db, d, deduplicator.WithMaxAttempts(1))
+		for range 3 {
+			ctx, cancel := context.WithCancel(t.Context())
+			_, err := store.Process(ctx, claimOf("k"), func(ctx context.Context) ([]deduplicator.Output, error) {
+				cancel()
+				return nil, ctx.Err()
+			})
+			require.ErrorIs(t, err, context.Canceled)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+		defer cancel()
+		_, err := store.Process(ctx, claimOf("k"), func(context.Context) ([]deduplicator.Output, error) { return nil, errors.New("planned") })
+		require.EqualError(t, err, "planned")
+		_, err = store.Process(t.Context(), claimOf("k"), noWork(t))
+		require.ErrorIs(t, err, deduplicator.ErrTooManyAttempts)
+	})
+}
+
 // A message that was acknowledged without being processed has all its attempts when it
 // comes again: after a fault was mended an operator publishes it once more.
 func TestAcknowledgedMessageHasNewAttempts(t *testing.T) {
