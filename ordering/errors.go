@@ -18,7 +18,7 @@ var (
 	ErrInvalidVersion = errors.New("ordering: invalid version")
 
 	// ErrStale is for handlers that keep the version in their own table, with
-	// UPDATE … SET …, versi = $3 WHERE id = $1 AND versi < $3: they return it (see
+	// UPDATE … SET …, version = $3 WHERE id = $1 AND version < $3: they return it (see
 	// [RequireApplied]) when no row changed. The transaction is rolled back, the
 	// message acknowledged and counted as stale.
 	ErrStale = errors.New("ordering: event is older than what the entity has seen")

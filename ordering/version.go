@@ -46,7 +46,7 @@ func ParseVersion(text string) (int64, error) {
 // table into [ErrStale] when it changed no row:
 //
 //	return ordering.RequireApplied(tx.ExecContext(ctx,
-//		`UPDATE orders SET status = $2, versi = $3 WHERE id = $1 AND versi < $3`, id, status, version))
+//		`UPDATE orders SET status = $2, version = $3 WHERE id = $1 AND version < $3`, id, status, version))
 //
 // An error of the statement comes back as it was. It also says stale for an
 // entity that has no row yet: insert it first, for example with version -1.

@@ -7,6 +7,10 @@
 // idempotent and waits for all in-sync replicas; a record that no message can
 // be made of is delivered as it is, instead of stopping the group.
 //
+// A member that joins or leaves ends the session of all members, and with it the
+// contexts of running handlers: their messages come again. Config.Sarama can set
+// static membership, with which a restart within the session timeout need not do that.
+//
 // What it can't do: sarama allows one request in flight per broker with
 // idempotence, where Java allows five, so publish many messages in one call. A
 // message that was published twice by the caller, or whose publish failed after
