@@ -13,7 +13,7 @@ import (
 const (
 	DefaultProcessedTable = "processed_messages"
 	DefaultProducedTable  = "produced_messages"
-	DefaultLeasesTable    = "relay_leases"
+	DefaultLeasesTable    = "message_leases"
 	DefaultAttemptsTable  = "message_attempts"
 	DefaultClaimTimeout   = 5 * time.Second
 	DefaultTxRetries      = 10
@@ -129,8 +129,8 @@ func WithTables(processed, produced string) Option {
 	return optionFunc(func(c *config) { c.processed, c.produced = processed, produced })
 }
 
-// WithLeasesTable sets the name of the table in which a [Relay] says what it is
-// at, instead of [DefaultLeasesTable]. The form is that of [WithTables].
+// WithLeasesTable sets the name of the table in which a [Relay] and a [Cleaner] say what
+// they are at, instead of [DefaultLeasesTable]. The form is that of [WithTables].
 func WithLeasesTable(name string) Option {
 	return optionFunc(func(c *config) { c.leases = name })
 }

@@ -358,6 +358,45 @@ func TestCleanerStops(t *testing.T) {
 	})
 }
 
+// Cleaners take turns: how many there are does not add to the load. One that dies is
+// replaced, on its pool being closed, once its lease has ended.
+func TestCleanersTakeTurns(t *testing.T) {
+	t.Parallel()
+	each(t, testdb.Servers, func(t *testing.T, d testdb.Driver) {
+		database := testdb.Create(t, d)
+		db, dying := database.Open(t), database.Open(t)
+		require.NoError(t, deduplicator.Migrate(t.Context(), db, d.Dialect))
+		fill(t, db, d, 1000)
+		batch := deduplicator.WithCleanBatch(100, time.Second)
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+
+		first := newCleaner(t, newStore(t, dying, d, deduplicator.WithRetention(retention)), batch)
+		ended := make(chan deduplicator.CleanResult)
+		go func() {
+			result, _ := first.Clean(ctx)
+			ended <- result
+		}()
+		require.Eventually(t, func() bool { return count(t, db, "SELECT COUNT(*) FROM processed_messages") < 1000 }, patience, 10*time.Millisecond)
+
+		second := newCleaner(t, newStore(t, db, d, deduplicator.WithRetention(retention)), batch)
+		short, stop := context.WithTimeout(t.Context(), 3*time.Second)
+		defer stop()
+		result, err := second.Clean(short)
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+		require.Zero(t, result.Rows, "while the first is at work")
+
+		require.NoError(t, dying.Close())
+		dead := <-ended
+		require.Error(t, dead.Err)
+		require.Less(t, dead.Rows, int64(1000))
+		result, err = newCleaner(t, newStore(t, db, d, deduplicator.WithRetention(retention)), deduplicator.WithCleanBatch(100, 0)).Clean(ctx)
+		require.NoError(t, err)
+		require.EqualValues(t, 1000, dead.Rows+result.Rows)
+		require.Zero(t, count(t, db, "SELECT COUNT(*) FROM message_leases"), "the turn is given back")
+	})
+}
+
 // Run goes on after an error, tells the observer about each pass, and ends with
 // its context.
 func TestCleanerRuns(t *testing.T) {

@@ -68,9 +68,9 @@ func TestSchemaThatIsNotReadySaysWhatIsMissing(t *testing.T) {
 		exec(t, db, "ALTER TABLE produced_messages RENAME COLUMN other TO uuid")
 		works(t, newStore(t, db, d))
 		exec(t, db, "DROP TABLE produced_messages")
-		exec(t, db, "DROP TABLE relay_leases")
+		exec(t, db, "DROP TABLE message_leases")
 		exec(t, db, "ALTER TABLE message_attempts RENAME COLUMN attempts TO other")
-		refused("table produced_messages:", "table relay_leases:", "table message_attempts, column attempts:")
+		refused("table produced_messages:", "table message_leases:", "table message_attempts, column attempts:")
 
 		_, err := ordering.NewVersions(t.Context(), db, d.Dialect)
 		require.ErrorIs(t, err, ordering.ErrSchema)
