@@ -76,7 +76,7 @@ func (f cleanerOptionFunc) applyCleaner(c *Cleaner) { f(c) }
 
 // WithCleanBatch sets how many rows one statement deletes, 1 to [MaxCleanBatch],
 // and about how long the pause after it is, 0 or more, instead of
-// [DefaultCleanBatch] and [DefaultCleanPause].
+// [DefaultCleanBatch] and [DefaultCleanPause], which come to about 900 rows a second.
 func WithCleanBatch(rows int, pause time.Duration) CleanerOption {
 	return cleanerOptionFunc(func(c *Cleaner) { c.batch, c.pause = rows, pause })
 }

@@ -63,7 +63,7 @@ func TestCleanerOptions(t *testing.T) {
 
 // B99: ages are by the database's clock, whatever the session's time zone and
 // however the driver shows times. One connection must be enough.
-func TestCleanerGoesByTheDatabasesClockB99(t *testing.T) {
+func TestCleanerGoesByTheDatabasesClockB98B99(t *testing.T) {
 	t.Parallel()
 	each(t, testdb.All, func(t *testing.T, d testdb.Driver) {
 		for _, zone := range []int{0, 8, -5} {
