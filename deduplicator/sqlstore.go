@@ -53,12 +53,9 @@ func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Optio
 	if err := cfg.check(ctx, db); err != nil {
 		return nil, err
 	}
-	if err := cfg.checkReads(ctx, db); err != nil {
-		return nil, err
-	}
 	s := &SQLStore{db: db, config: cfg, known: newKnownKeys(cfg.knownKeys)}
 	if s.txOptions, err = cfg.txOptions(ctx, db); err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
+		return nil, err
 	}
 	mariaDB := false
 	if dialect == MySQL {
