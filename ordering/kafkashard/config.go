@@ -83,9 +83,12 @@ type Config struct {
 	// by the topic, because each topic has a member). Open fails if it leaves a
 	// value that contradicts the ordering or delivery guarantees.
 	//
-	// Set Producer.MaxMessageBytes (1,000,000 bytes by default) above what other
-	// producers of the consumed topics may send: a larger message can't be put into
-	// a poison queue, and its partition waits for ever.
+	// Set Producer.MaxMessageBytes (1 MiB by default) above what other producers of
+	// the consumed topics may send, and no topic's max.message.bytes below it: a
+	// message that Kafka never takes can't be put into a poison queue, or comes back
+	// with the message whose handler returned it, and its partition waits for ever.
+	// A handler that returns one above Producer.MaxMessageBytes is refused before its
+	// commit, with ErrTooLarge.
 	Sarama func(*sarama.Config)
 }
 

@@ -26,11 +26,24 @@ var (
 	// [PublishError] around it says what became of the messages.
 	ErrFenced = errors.New("kafkashard: fenced by another Broker with the same TransactionalID")
 
+	// ErrTooLarge says that a handler returned a message with more than
+	// Producer.MaxMessageBytes of Config.Sarama. Its transaction was rolled back,
+	// and the handled message is parked.
+	ErrTooLarge error = permanentError("kafkashard: message is too large")
+
 	// ErrOutcomeUnknown is matched by a [PublishError] that has messages of
 	// which nobody can tell whether Kafka stored them. Publishing them again
 	// with the same UUIDs is safe where consumers deduplicate.
 	ErrOutcomeUnknown = errors.New("kafkashard: publish outcome unknown")
 )
+
+// permanentError is an error that package middleware does not retry.
+type permanentError string
+
+func (e permanentError) Error() string { return string(e) }
+
+// Permanent marks it for IsPermanent of package middleware.
+func (permanentError) Permanent() bool { return true }
 
 // ShardCountError reports a topic that has another number of partitions than
 // Config.Shards asks for. The topic was not touched: with another count, keys

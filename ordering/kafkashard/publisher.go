@@ -3,6 +3,7 @@ package kafkashard
 import (
 	"context"
 	"errors"
+	"fmt"
 
 	"github.com/IBM/sarama"
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -50,6 +51,22 @@ func (p publisher) Publish(topic string, messages ...*message.Message) error {
 		if err != nil {
 			return publishError(topic, batch, records, err)
 		}
+	}
+	return nil
+}
+
+// recordVersion is the version of Kafka's record format whose size sarama compares
+// with Producer.MaxMessageBytes, since Kafka 0.11.
+const recordVersion = 2
+
+// checkSize refuses a message that a handler returns and sarama would never send.
+func (b *Broker) checkSize(topic string, msg *message.Message) error {
+	record, err := Marshaler{}.Marshal(topic, msg)
+	if err != nil {
+		return err
+	}
+	if size, most := record.ByteSize(recordVersion), b.config.Producer.MaxMessageBytes; size > most {
+		return fmt.Errorf("%w: %q for topic %q has %d bytes, Producer.MaxMessageBytes is %d", ErrTooLarge, msg.UUID, topic, size, most)
 	}
 	return nil
 }

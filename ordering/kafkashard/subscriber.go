@@ -68,7 +68,10 @@ func (s *subscriber) subscribe(ctx context.Context, topic string) (<-chan *messa
 		return nil, fmt.Errorf("kafkashard: subscribe to topic %q: %w", topic, err)
 	}
 	ctx = outputs.WithStamp(ctx, b.cfg.publisherName(), func(topic string, msg *message.Message) error {
-		return ordering.StampKey(topic, msg, b.cfg.Key)
+		if err := ordering.StampKey(topic, msg, b.cfg.Key); err != nil {
+			return err
+		}
+		return b.checkSize(topic, msg)
 	})
 	in, err := inner.Subscribe(ctx, topic)
 	if err != nil {
