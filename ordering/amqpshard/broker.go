@@ -69,7 +69,8 @@ func Open(ctx context.Context, cfg Config, logger watermill.LoggerAdapter) (*Bro
 	if logger == nil {
 		logger = watermill.NopLogger{}
 	}
-	b := &Broker{cfg: cfg, publisher: newPublisher(cfg), subscriber: newSubscriber(cfg, logger)}
+	publisher := newPublisher(cfg)
+	b := &Broker{cfg: cfg, publisher: publisher, subscriber: newSubscriber(cfg, publisher.check, logger)}
 	if _, err := b.publisher.connect(ctx); err != nil {
 		return nil, err
 	}

@@ -99,6 +99,10 @@ func (e *MessageError) Error() string {
 	return fmt.Sprintf("amqpshard: message %q for topic %q: %s", e.UUID, e.Topic, e.Reason)
 }
 
+// Permanent reports to IsPermanent of package middleware that a handler which returns
+// such a message is not to be tried again.
+func (*MessageError) Permanent() bool { return true }
+
 // Is reports whether target is ErrInvalidMessage.
 func (e *MessageError) Is(target error) bool { return target == ErrInvalidMessage }
 

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"strconv"
 	"sync"
+	"sync/atomic"
 
 	"github.com/ThreeDotsLabs/watermill/message"
 	amqp "github.com/rabbitmq/amqp091-go"
@@ -23,6 +24,8 @@ type publisher struct {
 	// turn holds a token while somebody sends. It guards link.
 	turn chan struct{}
 	link *link
+
+	frameSize atomic.Int64 // of the last connection
 }
 
 func newPublisher(cfg Config) *publisher {
@@ -96,6 +99,23 @@ func (p *publisher) marshal(topic string, messages []*message.Message) ([]amqp.P
 	return publishings, nil
 }
 
+// check refuses a message that a handler returns and [publisher.Publish] never takes.
+func (p *publisher) check(topic string, msg *message.Message) error {
+	publishings, err := p.marshal(topic, []*message.Message{msg})
+	if err != nil {
+		return err
+	}
+	return checkFrame(topic, msg, publishings[0], int(p.frameSize.Load()))
+}
+
+func checkFrame(topic string, msg *message.Message, publishing amqp.Publishing, limit int) error {
+	if size := headerFrameSize(publishing) + brokerHeaders; limit > 0 && size > limit {
+		return &MessageError{Topic: topic, UUID: msg.UUID, Reason: fmt.Sprintf(
+			"metadata takes a frame of %d bytes with what the broker adds, the limit is %d (frame_max)", size, limit)}
+	}
+	return nil
+}
+
 // send sends everything, or what it can before an error. One sender at a time:
 // that keeps the order.
 func (p *publisher) send(ctx context.Context, results *batch, publishings []amqp.Publishing) error {
@@ -132,6 +152,7 @@ func (p *publisher) connect(ctx context.Context) (*link, error) {
 		return nil, err
 	}
 	p.link = link
+	p.frameSize.Store(int64(conn.Config.FrameSize))
 	return link, nil
 }
 
@@ -241,9 +262,8 @@ func newLink(conn *connection) (*link, error) {
 
 func (l *link) send(ctx context.Context, results *batch, publishings []amqp.Publishing) error {
 	for i, publishing := range publishings {
-		if size, limit := headerFrameSize(publishing)+brokerHeaders, l.conn.Config.FrameSize; limit > 0 && size > limit {
-			return &MessageError{Topic: results.topic, UUID: results.messages[i].UUID, Reason: fmt.Sprintf(
-				"metadata takes a frame of %d bytes with what the broker adds, the limit is %d (frame_max)", size, limit)}
+		if err := checkFrame(results.topic, results.messages[i], publishing, l.conn.Config.FrameSize); err != nil {
+			return err
 		}
 	}
 	// A broker with an alarm does not read: only the end of the connection ends a

@@ -13,7 +13,6 @@ import (
 	amqp "github.com/rabbitmq/amqp091-go"
 
 	"github.com/seed-2f56a981/watermill-idempotent/internal/outputs"
-	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 )
 
 const (
@@ -39,6 +38,7 @@ const (
 
 type subscriber struct {
 	cfg    Config
+	check  func(topic string, msg *message.Message) error // of the publisher
 	logger watermill.LoggerAdapter
 
 	mu     sync.Mutex // guards the rest
@@ -46,8 +46,8 @@ type subscriber struct {
 	active map[string]*subscription // by topic
 }
 
-func newSubscriber(cfg Config, logger watermill.LoggerAdapter) *subscriber {
-	return &subscriber{cfg: cfg, logger: logger, active: map[string]*subscription{}}
+func newSubscriber(cfg Config, check func(topic string, msg *message.Message) error, logger watermill.LoggerAdapter) *subscriber {
+	return &subscriber{cfg: cfg, check: check, logger: logger, active: map[string]*subscription{}}
 }
 
 // String is the subscriber's name in message.SubscriberNameFromCtx.
@@ -58,9 +58,7 @@ func (s *subscriber) Subscribe(ctx context.Context, topic string) (<-chan *messa
 	if err := checkTopic(s.cfg, topic); err != nil {
 		return nil, err
 	}
-	ctx = outputs.WithStamp(ctx, s.cfg.publisherName(), func(topic string, msg *message.Message) error {
-		return ordering.StampKey(topic, msg, s.cfg.Key)
-	})
+	ctx = outputs.WithStamp(ctx, s.cfg.publisherName(), s.check)
 	intake, stop := context.WithCancel(ctx)
 	sub := &subscription{
 		cfg: s.cfg, topic: topic, stop: stop,

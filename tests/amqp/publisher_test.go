@@ -9,12 +9,17 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
+	watermillmw "github.com/ThreeDotsLabs/watermill/message/router/middleware"
 	amqp "github.com/rabbitmq/amqp091-go"
 	"github.com/stretchr/testify/require"
 
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/middleware"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering/amqpshard"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
 
 // B60: without a queue the broker returns the message and then confirms it.
@@ -337,3 +342,68 @@ func TestClosed(t *testing.T) {
 		require.ErrorIs(t, err, amqpshard.ErrClosed)
 	})
 }
+
+// A returned message that AMQP can't carry would come back with its cause for ever, and
+// hold up the shard: it is refused before the commit, and the cause is parked.
+func TestReturnedMessageIsInvalid(t *testing.T) {
+	onEach(t, func(t *testing.T, on server) {
+		f := setup(t, on)
+		broker := f.open("group")
+		db := testdb.Open(t, testdb.SQLite)
+		require.NoError(t, deduplicator.Migrate(t.Context(), db, testdb.SQLite.Dialect))
+		store, err := deduplicator.NewSQLStore(t.Context(), db, testdb.SQLite.Dialect)
+		require.NoError(t, err)
+		poison := make(parked, 10)
+		chain, err := middleware.Chain(
+			middleware.WithPoisonQueue(poison, "poison"),
+			middleware.Deduplicate(store, middleware.WithKey(deduplicator.FromUUID())),
+		)
+		require.NoError(t, err)
+		router, err := message.NewRouter(message.RouterConfig{}, watermill.NopLogger{})
+		require.NoError(t, err)
+		router.AddMiddleware(chain...)
+		next := make(chan struct{}, 1)
+		router.AddHandler("stock", f.topic, broker.Subscriber(), f.topic, broker.Publisher(), func(msg *message.Message) ([]*message.Message, error) {
+			returned := newMessage("a", "returned")
+			switch string(msg.Payload) {
+			case "frame":
+				returned.Metadata.Set("big", strings.Repeat("x", 200_000))
+			case "name":
+				returned.Metadata.Set(strings.Repeat("x", 300), "")
+			default:
+				next <- struct{}{}
+				return nil, nil
+			}
+			return []*message.Message{returned}, nil
+		})
+		done := make(chan error, 1)
+		go func() { done <- router.Run(t.Context()) }()
+		t.Cleanup(func() {
+			require.NoError(t, router.Close())
+			require.NoError(t, <-done)
+		})
+		await(t, router.Running(), "router")
+		f.publish(broker, newMessage("a", "frame"), newMessage("a", "name"), newMessage("a", "next"))
+		for _, want := range []string{"frame_max", "255"} {
+			select {
+			case msg := <-poison:
+				require.Contains(t, msg.Metadata.Get(watermillmw.ReasonForPoisonedKey), want)
+			case <-time.After(timeout):
+				require.Fail(t, "nothing is parked")
+			}
+		}
+		await(t, next, "next message")
+	})
+}
+
+// parked is a poison queue.
+type parked chan *message.Message
+
+func (p parked) Publish(_ string, messages ...*message.Message) error {
+	for _, msg := range messages {
+		p <- msg
+	}
+	return nil
+}
+
+func (parked) Close() error { return nil }
