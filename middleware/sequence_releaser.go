@@ -89,12 +89,11 @@ func NewReleaser(store deduplicator.Store, sequence *ordering.Sequence, config R
 	check(config.Consumer != "", "Consumer is empty")
 	check(config.Handler != nil, "Handler is nil")
 	check((config.Publisher == nil) == (config.Topic == ""), "Publisher and Topic need each other")
-	check(config.Interval >= 0, "Interval is negative")
 	for _, observe := range config.Observers {
 		check(observe != nil, "observer is nil")
 	}
-	if len(errs) > 0 {
-		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, errors.Join(errs...))
+	if err := errors.Join(append(errs, sqldb.CheckDuration("NewReleaser: Interval", config.Interval, 0))...); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, err)
 	}
 	if config.Interval == 0 {
 		config.Interval = DefaultReleaseInterval

@@ -3,6 +3,7 @@ package ledger_test
 import (
 	"context"
 	"database/sql"
+	"math"
 	"os"
 	"path/filepath"
 	"sync"
@@ -143,6 +144,7 @@ func TestNewRefusesOptions(t *testing.T) {
 	for text, opts := range map[string][]ledger.Option{
 		`WithTable: table name "a b"`:    {ledger.WithTable("a b")},
 		"WithLease: 99ms is under":       {ledger.WithLease(99 * time.Millisecond)},
+		"854775807s is over the most, ":  {ledger.WithRetention(math.MaxInt64)},
 		"WithCodec: codec is nil":        {ledger.WithCodec(nil)},
 		"WithMaxResult: 0 is not 1 to":   {ledger.WithMaxResult(0)},
 		"WithMaxResult: 8388609 is not":  {ledger.WithMaxResult(ledger.MaxMaxResult + 1)},
