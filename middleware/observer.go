@@ -231,6 +231,7 @@ func (d *delivery) result(err error) (Outcome, error) {
 // guard is the outermost part of every chain.
 func guard(observers []Observer) message.HandlerMiddleware {
 	return func(h message.HandlerFunc) message.HandlerFunc {
+		h = recoverer(h) // what is outside of the retries can panic too, such as the poison queue's publisher
 		return func(msg *message.Message) (produced []*message.Message, err error) {
 			ctx := msg.Context()
 			d := &delivery{Context: ctx, observers: observers, outcome: Processed, attempt: 1, entity: msg.Metadata.Get(ordering.PartitionKeyMetadata)}
@@ -240,6 +241,7 @@ func guard(observers []Observer) message.HandlerMiddleware {
 				msg.SetContext(ctx)
 				if !returned { // Goexit: the Router would leave the message without an answer
 					d.report(msg, Failed, started, errGoexit)
+					waitToNack(ctx)
 					msg.Nack()
 				}
 			}()
@@ -258,7 +260,7 @@ func guard(observers []Observer) message.HandlerMiddleware {
 				d.report(msg, ProducerGap, started, nil)
 			}
 			if err != nil {
-				sqldb.Pause(ctx, nackPause/2+rand.N(nackPause)) //nolint:gosec // jitter is no secret
+				waitToNack(ctx)
 			}
 			return produced, err
 		}
@@ -270,3 +272,7 @@ var errGoexit = errors.New("handler ended its goroutine")
 // nackPause is about how long a message waits before it goes back to the broker,
 // which may deliver it again at once.
 const nackPause = 100 * time.Millisecond
+
+func waitToNack(ctx context.Context) {
+	sqldb.Pause(ctx, nackPause/2+rand.N(nackPause)) //nolint:gosec // jitter is no secret
+}
