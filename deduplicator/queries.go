@@ -4,6 +4,7 @@ import (
 	"context"
 	"database/sql"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"strconv"
 	"strings"
@@ -163,12 +164,18 @@ func decodeMetadata(encoded []byte) (map[string]string, error) {
 	return metadata, nil
 }
 
-// checkReads refuses connections that read what is not committed yet: the claim of a
-// message that is in work would make its redelivery a duplicate, and be lost with
-// it when the work fails.
-func (c *config) checkReads(ctx context.Context, db *sql.DB) error {
+// checkConnections refuses those without autocommit, and those that read what is not
+// committed yet: the claim of a message that is in work would make its redelivery a
+// duplicate, and be lost with it when the work fails.
+func (c *config) checkConnections(ctx context.Context, db *sql.DB) error {
+	err := sqldb.CheckAutocommit(ctx, db, c.dialect)
+	if errors.Is(err, sqldb.ErrNoAutocommit) {
+		return fmt.Errorf("%w: %w", ErrInvalidOption, err)
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrUnavailable, err)
+	}
 	var dirty bool
-	var err error
 	switch c.dialect {
 	case MySQL: // the first of the names is MariaDB's and that of MySQL before 8
 		var name, level string

@@ -32,7 +32,9 @@ type SQLStore struct {
 // Closing db ends the store.
 //
 // It returns [ErrInvalidOption], naming every wrong argument and option, also where
-// db's connections are at read uncommitted or are each a SQLite database in memory, [ErrUnavailable], or [ErrSchema], naming what is missing and how to create it.
+// db's connections are at read uncommitted, have autocommit off, or are each a SQLite
+// database in memory; [ErrUnavailable]; or [ErrSchema], naming what is missing and how
+// to create it.
 func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Option) (*SQLStore, error) {
 	cfg, err := newConfig(dialect, opts)
 	if db == nil {
@@ -53,7 +55,7 @@ func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Optio
 	if err := cfg.check(ctx, db); err != nil {
 		return nil, err
 	}
-	if err := cfg.checkReads(ctx, db); err != nil {
+	if err := cfg.checkConnections(ctx, db); err != nil {
 		return nil, err
 	}
 	s := &SQLStore{db: db, config: cfg, known: newKnownKeys(cfg.knownKeys)}

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator/ledger"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
@@ -336,6 +337,23 @@ func TestServerThatDoesNotAnswer(t *testing.T) {
 		_, err = deduplicator.NewSQLStore(t.Context(), db, testdb.SQLite.Dialect)
 		require.ErrorIs(t, err, deduplicator.ErrUnavailable)
 	})
+}
+
+// Without autocommit nothing that is written outside of a transaction would be
+// durable: an effect of the ledger would be called again.
+func TestAutocommitOffIsRefused(t *testing.T) {
+	t.Parallel()
+	database := testdb.Create(t, testdb.MySQL)
+	db := database.Open(t)
+	migrate(t, db, testdb.MySQL)
+	require.NoError(t, ledger.Migrate(t.Context(), db, deduplicator.MySQL))
+	off := database.With(t, "autocommit", "0").Open(t)
+	_, err := deduplicator.NewSQLStore(t.Context(), off, deduplicator.MySQL)
+	require.ErrorIs(t, err, deduplicator.ErrInvalidOption)
+	require.ErrorContains(t, err, "autocommit")
+	_, err = ledger.New(t.Context(), newStore(t, db, testdb.MySQL), off, deduplicator.MySQL)
+	require.ErrorIs(t, err, ledger.ErrInvalidOption)
+	require.ErrorContains(t, err, "autocommit")
 }
 
 // Where connections read what is not committed, the redelivery of a message that is
