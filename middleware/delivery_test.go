@@ -202,6 +202,20 @@ func TestLongReasonB54(t *testing.T) {
 	})
 }
 
+// An error may quote bytes of a payload. A poison queue on a database takes only text,
+// and would refuse the message for ever.
+func TestReasonIsText(t *testing.T) {
+	t.Parallel()
+	run(t, full, func(*message.Message) ([]*message.Message, error) {
+		return nil, middleware.Permanent(errors.New("unknown type \xff\x00"))
+	}, func(b *bench) {
+		b.deliver(t, newMessage("a", "1"))
+		if r := b.poison.sent("poison")[0].Metadata.Get("reason_poisoned"); r != "unknown type \ufffd\ufffd" {
+			t.Errorf("reason %q", r)
+		}
+	})
+}
+
 // A handler that leaves by Goexit would stay without an answer in the Router. Its
 // message comes back after a pause, as after an error.
 func TestGoexitIsReturnedToTheBroker(t *testing.T) {
