@@ -36,20 +36,14 @@ const (
 
 func newSequenceQueries(c *sequenceConfig) sequenceQueries {
 	sequences, parked := c.dialect.Quote(c.sequences), c.dialect.Quote(c.parked)
-	micros := strconv.FormatInt(c.bounds.Age.Microseconds(), 10)
-	var now, expiry, unixMicro string
+	now, expiry := c.dialect.Now(), c.dialect.FromNow(-c.bounds.Age)
+	var unixMicro string
 	switch c.dialect {
 	case PostgreSQL:
-		now = "clock_timestamp()"
-		expiry = now + " - " + micros + " * interval '1 microsecond'"
 		unixMicro = "CAST(EXTRACT(EPOCH FROM p.parked_at) * 1000000 AS bigint)"
 	case MySQL:
-		now = "UTC_TIMESTAMP(6)"
-		expiry = now + " - INTERVAL " + micros + " MICROSECOND"
 		unixMicro = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', p.parked_at)"
 	case SQLite:
-		now = "strftime('%Y-%m-%d %H:%M:%f', 'now')"
-		expiry = fmt.Sprintf("strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '-%.3f seconds')", c.bounds.Age.Seconds())
 		unixMicro = "CAST(ROUND((julianday(p.parked_at) - 2440587.5) * 86400000) AS INTEGER) * 1000"
 	}
 	// Reads must see what the lock on the entity's row waited for. SQLite has one
