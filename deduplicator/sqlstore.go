@@ -237,7 +237,7 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 		return s.commitFailed(ctx, claim, err)
 	}
 	s.known.committed(claim, claim.Fingerprint, len(outputs) > 0)
-	return Result{Outcome: Processed, Outputs: outputs}, nil
+	return Result{Outcome: Processed}, nil
 }
 
 // undo rolls back after the work's error, which it returns. Where the work has

@@ -195,7 +195,8 @@ func (r *Releaser) transaction(ctx context.Context, entity string) (progress boo
 	// because the store keeps outputs under one.
 	claim := deduplicator.Claim{Consumer: r.config.Consumer, Key: "ordering release " + watermill.NewUUID(), Time: started}
 	var notices []ordering.SequenceNotice
-	result, err := r.store.Process(ctx, claim, func(ctx context.Context) ([]deduplicator.Output, error) {
+	var outputs []deduplicator.Output
+	_, err = r.store.Process(ctx, claim, func(ctx context.Context) (_ []deduplicator.Output, err error) {
 		tx, ok := Tx(ctx)
 		if !ok {
 			return nil, errors.New("middleware: a Releaser needs a store on database/sql")
@@ -214,7 +215,8 @@ func (r *Releaser) transaction(ctx context.Context, entity string) (progress boo
 		if notices = released.Notices; len(notices) == 0 {
 			return nil, errNothingToRelease
 		}
-		return toOutputs(r.config.Topic, produced)
+		outputs, err = toOutputs(r.config.Topic, produced)
+		return outputs, err
 	})
 	if errors.Is(err, errNothingToRelease) {
 		return false, nil
@@ -227,7 +229,7 @@ func (r *Releaser) transaction(ctx context.Context, entity string) (progress boo
 		r.notify(ctx, event)
 	}
 	last := notices[len(notices)-1].Kind
-	return last != ordering.ReleaseFailed && last != ordering.Blocked, r.publish(ctx, unsent{entity, claim, result.Outputs}, publishTries)
+	return last != ordering.ReleaseFailed && last != ordering.Blocked, r.publish(ctx, unsent{entity, claim, outputs}, publishTries)
 }
 
 // publish publishes u and forgets it. What the publisher refuses is kept in r.unsent.

@@ -95,13 +95,16 @@ func (f *Filter) Process(ctx context.Context, claim deduplicator.Claim, work ded
 	if state(value) == done {
 		return known(claim, value)
 	}
-	result, err := f.store.Process(ctx, claim, work)
-	// A duplicate does not say with which fingerprint it is stored.
-	if err == nil && result.Outcome == deduplicator.Processed {
-		value := string(done)
-		if len(result.Outputs) > 0 {
+	value = string(done)
+	result, err := f.store.Process(ctx, claim, func(ctx context.Context) ([]deduplicator.Output, error) {
+		outputs, err := work(ctx)
+		if value = string(done); len(outputs) > 0 {
 			value = string(stored)
 		}
+		return outputs, err
+	})
+	// A duplicate does not say with which fingerprint it is stored.
+	if err == nil && result.Outcome == deduplicator.Processed {
 		f.ask(context.WithoutCancel(ctx), func(ctx context.Context) error {
 			return f.client.Set(ctx, key, value+string(claim.Fingerprint), f.ttl).Err()
 		})
