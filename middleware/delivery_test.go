@@ -264,6 +264,43 @@ func TestPanicOfThePoisonQueue(t *testing.T) {
 	})
 }
 
+// A panic of an observer is the Router's to report; its message comes back after a pause.
+func TestPanicOfAnObserver(t *testing.T) {
+	t.Parallel()
+	var events []time.Time
+	observer := func(context.Context, middleware.Event) {
+		if events = append(events, time.Now()); len(events) == 1 {
+			panic("observer is broken")
+		}
+	}
+	chain, err := middleware.Chain(middleware.WithObserver(observer))
+	if err != nil {
+		t.Fatal(err)
+	}
+	synctest.Test(t, func(t *testing.T) {
+		broker := gochannel.NewGoChannel(gochannel.Config{}, watermill.NopLogger{})
+		router, err := message.NewRouter(message.RouterConfig{}, watermill.NopLogger{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		router.AddMiddleware(chain...)
+		router.AddConsumerHandler("stock", topic, broker, func(*message.Message) error { return nil })
+		done := make(chan error, 1)
+		go func() { done <- router.Run(t.Context()) }()
+		<-router.Running()
+		if err := broker.Publish(topic, newMessage("a", "1")); err != nil {
+			t.Error(err)
+		}
+		time.Sleep(time.Second)
+		if err := errors.Join(router.Close(), <-done); err != nil {
+			t.Error(err)
+		}
+	})
+	if len(events) != 2 || events[1].Sub(events[0]) < 50*time.Millisecond {
+		t.Errorf("events at %v", events)
+	}
+}
+
 // B85: an attempt's context, transaction included, does not reach the next one.
 func TestContextIsGivenBackB85(t *testing.T) {
 	t.Parallel()

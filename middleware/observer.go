@@ -236,11 +236,13 @@ func guard(observers []Observer) message.HandlerMiddleware {
 			ctx := msg.Context()
 			d := &delivery{Context: ctx, observers: observers, outcome: Processed, attempt: 1, entity: msg.Metadata.Get(ordering.PartitionKeyMetadata)}
 			started := time.Now()
-			returned := false
+			returned, done := false, false
 			defer func() {
 				msg.SetContext(ctx)
-				if !returned { // Goexit: the Router would leave the message without an answer
+				if !returned {
 					d.report(msg, Failed, started, errGoexit)
+				}
+				if !done { // or an observer panics. After a Goexit the Router leaves the message without an answer.
 					waitToNack(ctx)
 					msg.Nack()
 				}
@@ -262,6 +264,7 @@ func guard(observers []Observer) message.HandlerMiddleware {
 			if err != nil {
 				waitToNack(ctx)
 			}
+			done = true
 			return produced, err
 		}
 	}
