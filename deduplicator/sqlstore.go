@@ -11,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/seed-2f56a981/watermill-idempotent/internal/metadata"
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 )
 
@@ -351,11 +352,11 @@ type storedOutput struct {
 var errDamaged = errors.New("deduplicator: stored output is damaged")
 
 func (row *storedOutput) output() (Output, error) {
-	metadata, err := decodeMetadata(row.metadata)
+	fields, err := metadata.Decode(row.metadata)
 	if err != nil {
 		return Output{}, fmt.Errorf("%w: %w", errDamaged, err)
 	}
-	return Output{Topic: row.topic.String, UUID: row.uuid.String, Metadata: metadata, Payload: row.payload}, nil
+	return Output{Topic: row.topic.String, UUID: row.uuid.String, Metadata: fields, Payload: row.payload}, nil
 }
 
 // recheckTimeout bounds the question whether a commit took place, beyond the

@@ -9,6 +9,7 @@ import (
 
 	"github.com/ThreeDotsLabs/watermill/message"
 
+	"github.com/seed-2f56a981/watermill-idempotent/internal/metadata"
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 	"github.com/seed-2f56a981/watermill-idempotent/internal/text"
 )
@@ -208,7 +209,7 @@ func (t *sequenceTx) park(ctx context.Context, d SequencedDelivery, outcome Sequ
 		payload = []byte{} // nil would be NULL
 	}
 	if _, err := t.tx.ExecContext(ctx, t.queries.park, t.consumer, t.entity, d.Event.Epoch, d.Event.Seq,
-		append([]byte{}, msg.UUID...), encodeMetadata(msg.Metadata), payload, d.Event.Fingerprint, reason, cause, attempts); err != nil {
+		append([]byte{}, msg.UUID...), metadata.Encode(msg.Metadata), payload, d.Event.Fingerprint, reason, cause, attempts); err != nil {
 		return fmt.Errorf("ordering: park message: %w", err)
 	}
 	t.parked++
@@ -395,12 +396,12 @@ func (t *sequenceTx) batch(ctx context.Context, limit int) ([]parkedEvent, error
 	var batch []parkedEvent
 	for rows.Next() {
 		var p parkedEvent
-		var uuid, metadata, payload []byte
-		if err := rows.Scan(&p.seq, &uuid, &metadata, &payload, &p.fingerprint, &p.attempts); err != nil {
+		var uuid, fields, payload []byte
+		if err := rows.Scan(&p.seq, &uuid, &fields, &payload, &p.fingerprint, &p.attempts); err != nil {
 			return nil, err
 		}
 		p.msg = message.NewMessageWithContext(ctx, string(uuid), payload)
-		if p.msg.Metadata, err = decodeMetadata(metadata); err != nil {
+		if p.msg.Metadata, err = metadata.Decode(fields); err != nil {
 			return nil, err
 		}
 		batch = append(batch, p)

@@ -1,8 +1,6 @@
 package ordering
 
 import (
-	"encoding/json"
-	"fmt"
 	"strconv"
 	"time"
 )
@@ -114,30 +112,5 @@ func newSequenceQueries(c *sequenceConfig) sequenceQueries {
 
 // dueEntities bounds the answer of Due.
 const dueEntities = 100
-
-// encodeMetadata keeps every byte, which JSON strings would not.
-func encodeMetadata(metadata map[string]string) []byte {
-	pairs := make([][2][]byte, 0, len(metadata))
-	for k, v := range metadata {
-		pairs = append(pairs, [2][]byte{[]byte(k), []byte(v)})
-	}
-	encoded, err := json.Marshal(pairs)
-	if err != nil {
-		panic(err) // bytes can always be encoded
-	}
-	return encoded
-}
-
-func decodeMetadata(encoded []byte) (map[string]string, error) {
-	var pairs [][2][]byte
-	if err := json.Unmarshal(encoded, &pairs); err != nil {
-		return nil, fmt.Errorf("metadata of a parked message: %w", err)
-	}
-	metadata := make(map[string]string, len(pairs))
-	for _, pair := range pairs {
-		metadata[string(pair[0])] = string(pair[1])
-	}
-	return metadata, nil
-}
 
 func fromUnixMicro(micros int64) time.Time { return time.UnixMicro(micros).UTC() }
