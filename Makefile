@@ -47,11 +47,11 @@ bench:
 	$(SERVICES) run postgres mariadb -- go test -run '^$$' -bench Release -benchtime 3x ./tests/sequence
 	go test -run '^$$' -bench 'Routing|KnownKeys' ./ordering ./deduplicator
 
-## load: live traffic beside four cleaners that delete EXPIRED rows; a table of ROWS rows against an empty one; 1 ms round trips
+## load: live traffic beside four cleaners in a table with EXPIRED rows, for ten minutes each; a table of ROWS rows against an empty one; 1 ms round trips
 load: EXPIRED ?= 5000000
 load: ROWS ?= 10000000
 load:
-	$(SERVICES) run postgres mariadb -- go test -run '^$$' -bench Cleaners -benchtime 1x -timeout 3h ./tests/load -expired $(EXPIRED)
+	$(SERVICES) run postgres mariadb -- go test -run '^$$' -bench Cleaners -benchtime 1x -timeout 3h ./tests/load -expired $(EXPIRED) -pairs 60
 	BENCH_ROWS=$(ROWS) $(SERVICES) run postgres mariadb -- go test -run '^$$' -bench TableSize -benchtime 100x -timeout 3h ./tests/bench
 	BENCH_LATENCY=1 $(SERVICES) run postgres mariadb -- go test -run '^$$' -bench 'Single|Outputs|Duplicates' -benchtime 50x -timeout 1h ./tests/bench
 

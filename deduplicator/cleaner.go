@@ -17,7 +17,7 @@ import (
 const (
 	DefaultCleanInterval = 10 * time.Minute
 	DefaultCleanBatch    = 100
-	DefaultCleanPause    = 50 * time.Millisecond
+	DefaultCleanPause    = 100 * time.Millisecond
 )
 
 // MaxCleanBatch is the largest batch: a longer statement would be felt by handlers.
@@ -29,7 +29,9 @@ const MaxCleanBatch = 100_000
 // clocks of the processes may differ. A claim whose outputs are still stored is
 // kept until they are published.
 //
-// Several may work on one table at a time. It is safe for concurrent use.
+// Of several on one table, in one process or many, one works at a time, so that their
+// number does not add to the load of the database; the others wait for their turn, and
+// take over from one that died after ten seconds and three pauses. It is safe for concurrent use.
 type Cleaner struct {
 	store    *SQLStore
 	interval time.Duration
@@ -38,7 +40,19 @@ type Cleaner struct {
 	observe  func(context.Context, CleanResult)
 
 	claims, attempts, oldest string // statements
+	leases                   *leaseQueries
 }
+
+// cleanTurn is about how often a Cleaner that waits asks whether it is its turn.
+const cleanTurn = time.Second
+
+// lease is how long the turn of a Cleaner that does not say anything lasts. A third is
+// left for its statement when it has been renewed before a pause.
+func (c *Cleaner) lease() time.Duration { return 10*time.Second + 3*c.pause }
+
+// cleanLeasePrefix begins the names of the cleaners' leases. No consumer has such a
+// name: sqldb.EncodeKey hashes them.
+const cleanLeasePrefix = "sha256:cleaner of "
 
 // CleanResult is what one pass of a [Cleaner] did.
 type CleanResult struct {
@@ -62,7 +76,7 @@ func (f cleanerOptionFunc) applyCleaner(c *Cleaner) { f(c) }
 
 // WithCleanBatch sets how many rows one statement deletes, 1 to [MaxCleanBatch],
 // and about how long the pause after it is, 0 or more, instead of
-// [DefaultCleanBatch] and [DefaultCleanPause].
+// [DefaultCleanBatch] and [DefaultCleanPause], which come to about 900 rows a second.
 func WithCleanBatch(rows int, pause time.Duration) CleanerOption {
 	return cleanerOptionFunc(func(c *Cleaner) { c.batch, c.pause = rows, pause })
 }
@@ -97,6 +111,7 @@ func NewCleaner(store *SQLStore, opts ...CleanerOption) (*Cleaner, error) {
 		" WHERE o.consumer_name = p.consumer_name AND o.message_key = p.message_key)"
 	c.claims = c.statement(cfg.processed, "processed_at", unpublished)
 	c.attempts = c.statement(cfg.attempts, "updated_at", "")
+	c.leases = newLeaseQueries(cfg, c.lease())
 	c.oldest = "SELECT " + cfg.dialect.Age("MIN(processed_at)") + " FROM " + cfg.dialect.Quote(cfg.processed)
 	return c, nil
 }
@@ -151,21 +166,14 @@ func (c *Cleaner) run(ctx context.Context, observe func(context.Context, CleanRe
 	})
 }
 
-// Clean deletes all rows that are due, in small batches with pauses between them.
-// When ctx ends or the database fails it returns the error with what it did until
-// then: each batch is durable by itself.
+// Clean deletes all rows that are due, in small batches with pauses between them. It
+// waits while another Cleaner is at work on the table. When ctx ends or the database
+// fails it returns the error with what it did until then: each batch is durable by
+// itself.
 func (c *Cleaner) Clean(ctx context.Context) (CleanResult, error) {
 	started := time.Now()
 	var result CleanResult
-	err := c.deleteAll(ctx, c.claims, &result.Rows)
-	if err == nil {
-		err = c.deleteAll(ctx, c.attempts, &result.Attempts)
-	}
-	if err == nil {
-		var age sql.NullInt64
-		err = c.store.db.QueryRowContext(ctx, c.oldest).Scan(&age)
-		result.Oldest = time.Duration(age.Int64) * time.Microsecond
-	}
+	err := c.clean(ctx, &result)
 	if err != nil {
 		err = fmt.Errorf("deduplicator: clean: %w", err)
 	}
@@ -173,8 +181,48 @@ func (c *Cleaner) Clean(ctx context.Context) (CleanResult, error) {
 	return result, err
 }
 
-func (c *Cleaner) deleteAll(ctx context.Context, statement string, rows *int64) error {
+func (c *Cleaner) clean(ctx context.Context, result *CleanResult) (err error) {
+	turn := &lease{store: c.store, queries: c.leases, name: cleanLeasePrefix + c.store.config.processed}
+	if err := c.awaitTurn(ctx, turn); err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, turn.release(ctx)) }()
+	if err := c.deleteAll(ctx, turn, c.claims, &result.Rows); err != nil {
+		return err
+	}
+	if err := c.deleteAll(ctx, turn, c.attempts, &result.Attempts); err != nil {
+		return err
+	}
+	var age sql.NullInt64
+	err = c.store.db.QueryRowContext(ctx, c.oldest).Scan(&age)
+	result.Oldest = time.Duration(age.Int64) * time.Microsecond
+	return err
+}
+
+// awaitTurn returns when no other Cleaner is at work on the table.
+func (c *Cleaner) awaitTurn(ctx context.Context, turn *lease) error {
 	for {
+		ok, err := turn.acquire(ctx)
+		if ok || err != nil {
+			return err
+		}
+		if !sqldb.Pause(ctx, cleanTurn/2+rand.N(cleanTurn)) { //nolint:gosec // jitter is no secret
+			return ctx.Err()
+		}
+	}
+}
+
+func (c *Cleaner) deleteAll(ctx context.Context, turn *lease, statement string, rows *int64) error {
+	for {
+		if time.Since(turn.renewed) > c.lease()/3 {
+			err := turn.renew(ctx)
+			if errors.Is(err, errLeaseLost) { // two at work do no harm but load
+				err = c.awaitTurn(ctx, turn)
+			}
+			if err != nil {
+				return err
+			}
+		}
 		n, err := c.delete(ctx, statement)
 		if err != nil {
 			return err

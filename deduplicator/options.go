@@ -13,7 +13,7 @@ import (
 const (
 	DefaultProcessedTable = "processed_messages"
 	DefaultProducedTable  = "produced_messages"
-	DefaultLeasesTable    = "relay_leases"
+	DefaultLeasesTable    = "message_leases"
 	DefaultAttemptsTable  = "message_attempts"
 	DefaultClaimTimeout   = 5 * time.Second
 	DefaultTxRetries      = 10
@@ -127,8 +127,8 @@ func WithTables(processed, produced string) Option {
 	return optionFunc(func(c *config) { c.processed, c.produced = processed, produced })
 }
 
-// WithLeasesTable sets the name of the table in which a [Relay] says what it is
-// at, instead of [DefaultLeasesTable]. The form is that of [WithTables].
+// WithLeasesTable sets the name of the table in which a [Relay] and a [Cleaner] say what
+// they are at, instead of [DefaultLeasesTable]. The form is that of [WithTables].
 func WithLeasesTable(name string) Option {
 	return optionFunc(func(c *config) { c.leases = name })
 }
@@ -204,7 +204,8 @@ func WithClaimTimeout(d time.Duration) Option {
 // database refuses more work because of other transactions; it is run again, see
 // [WithTxRetries]. SQLite knows only serializable. The store reads outside of
 // transactions as well, so [NewSQLStore] refuses connections that are at read
-// uncommitted by themselves.
+// uncommitted by themselves. On MySQL, connections that are at the level by
+// themselves (transaction_isolation in their DSN) save a round trip per message.
 func WithIsolation(level sql.IsolationLevel) Option {
 	return optionFunc(func(c *config) { c.isolation = level })
 }

@@ -3,7 +3,6 @@ package deduplicator
 import (
 	"context"
 	"database/sql"
-	"errors"
 	"fmt"
 	"strconv"
 	"strings"
@@ -115,34 +114,47 @@ func (s *SQLStore) insertOutputs(ctx context.Context, tx *sql.Tx, claim Claim, o
 	return nil
 }
 
-// checkConnections refuses those without autocommit, and those that read what is not
-// committed yet: the claim of a message that is in work would make its redelivery a
-// duplicate, and be lost with it when the work fails.
-func (c *config) checkConnections(ctx context.Context, db *sql.DB) error {
-	err := sqldb.CheckAutocommit(ctx, db, c.dialect)
-	if errors.Is(err, sqldb.ErrNoAutocommit) {
-		return fmt.Errorf("%w: %w", ErrInvalidOption, err)
-	}
-	if err != nil {
-		return fmt.Errorf("%w: %w", ErrUnavailable, err)
-	}
-	var dirty bool
+const readUncommitted = "read uncommitted"
+
+// defaultIsolation asks for the level of transactions that don't say one, in small letters.
+func (c *config) defaultIsolation(ctx context.Context, db *sql.DB) (level string, err error) {
 	switch c.dialect {
+	case PostgreSQL:
+		err = db.QueryRowContext(ctx, "SHOW default_transaction_isolation").Scan(&level)
 	case MySQL: // the first of the names is MariaDB's and that of MySQL before 8
-		var name, level string
+		var name string
 		err = db.QueryRowContext(ctx, "SHOW VARIABLES WHERE Variable_name IN ('tx_isolation', 'transaction_isolation')").Scan(&name, &level)
-		dirty = level == "READ-UNCOMMITTED"
+		level = strings.ToLower(strings.ReplaceAll(level, "-", " "))
 	case SQLite:
+		var dirty bool
 		err = db.QueryRowContext(ctx, "PRAGMA read_uncommitted").Scan(&dirty)
-	case PostgreSQL: // never does
+		if dirty {
+			level = readUncommitted
+		}
 	}
+	return level, err
+}
+
+// txOptions are those of every transaction: nil where the isolation level is the
+// one that transactions have anyway, since drivers spend a round trip or the server
+// some parsing on it.
+//
+// Connections that read what is not committed yet are refused: the claim of a
+// message that is in work would make its redelivery a duplicate, and be lost with
+// it when the work fails. PostgreSQL never does.
+func (c *config) txOptions(ctx context.Context, db *sql.DB) (*sql.TxOptions, error) {
+	level, err := c.defaultIsolation(ctx, db)
 	switch {
 	case err != nil:
-		return fmt.Errorf("%w: %w", ErrUnavailable, err)
-	case dirty:
-		return fmt.Errorf("%w: the connections of db are at read uncommitted", ErrInvalidOption)
+		return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
+	case level == readUncommitted && c.dialect != PostgreSQL:
+		return nil, fmt.Errorf("%w: the connections of db are at read uncommitted", ErrInvalidOption)
+	case c.dialect == SQLite: // it has one level, and drivers refuse to be told
+		return nil, nil
+	case level == strings.ToLower(c.isolation.String()):
+		return nil, nil
 	}
-	return nil
+	return &sql.TxOptions{Isolation: c.isolation}, nil
 }
 
 // lockWait asks for how long the server lets a statement of db's connections wait for
@@ -155,23 +167,4 @@ func (c *config) lockWait(ctx context.Context, db *sql.DB) (time.Duration, error
 	var wait int64
 	err := db.QueryRowContext(ctx, query).Scan(&wait)
 	return time.Duration(wait) * unit, err
-}
-
-// txOptions are those of every transaction: nil where the isolation level is the
-// one that transactions have anyway, since drivers spend a round trip or the server
-// some parsing on it.
-func (c *config) txOptions(ctx context.Context, db *sql.DB) (*sql.TxOptions, error) {
-	switch c.dialect {
-	case SQLite:
-		return nil, nil // it has one level, and drivers refuse to be told
-	case PostgreSQL:
-		var level string
-		if err := db.QueryRowContext(ctx, "SHOW default_transaction_isolation").Scan(&level); err != nil {
-			return nil, err
-		}
-		if strings.EqualFold(level, c.isolation.String()) {
-			return nil, nil
-		}
-	}
-	return &sql.TxOptions{Isolation: c.isolation}, nil
 }

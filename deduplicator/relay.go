@@ -2,7 +2,6 @@ package deduplicator
 
 import (
 	"context"
-	"crypto/rand"
 	"database/sql"
 	"errors"
 	"fmt"
@@ -66,6 +65,7 @@ type Relay struct {
 
 	publishing chan struct{} // full while the publisher works
 	queries    relayQueries
+	leases     *leaseQueries
 
 	mu    sync.Mutex         // guards what follows
 	first string             // the consumer at which the last pass ended early: the next one begins after it
@@ -160,7 +160,9 @@ func NewRelay(store *SQLStore, pub message.Publisher, opts ...RelayOption) (*Rel
 	if err := r.validate(); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, err)
 	}
-	r.queries = newRelayQueries(store.config, r.minAge, r.lease())
+	r.queries = newRelayQueries(store.config, r.minAge)
+	// A lease is renewed once a publish timeout has passed, so two are left for a publish.
+	r.leases = newLeaseQueries(store.config, 3*r.timeout)
 	return r, nil
 }
 
@@ -189,10 +191,6 @@ func (r *Relay) validate() error {
 	}
 	return errors.Join(errs...)
 }
-
-// lease is how long a consumer stays with a Relay that does not say anything. It
-// is renewed once a publish timeout has passed, so two are left for a publish.
-func (r *Relay) lease() time.Duration { return 3 * r.timeout }
 
 // Run relays until ctx ends. A publish that is under way then is waited for, up to
 // its timeout.
@@ -245,6 +243,7 @@ func (r *Relay) Flush(ctx context.Context) (RelayResult, error) {
 		}
 		consumer = next
 		pass := &relayPass{Relay: r, consumer: consumer, result: &result, heldUp: newHeldUp()}
+		pass.lease = lease{store: r.store, queries: r.leases, name: consumer}
 		if err := pass.run(ctx); err != nil {
 			errs = append(errs, fmt.Errorf("deduplicator: relay outputs of %q: %w", consumer, err))
 		}
@@ -282,8 +281,7 @@ type relayPass struct {
 	consumer string // as stored
 	result   *RelayResult
 
-	token   string    // of the lease
-	renewed time.Time // no later than the lease was last renewed
+	lease lease
 
 	*heldUp
 	failures int           // of this pass
@@ -291,24 +289,18 @@ type relayPass struct {
 	down     bool          // the publisher or the database seems to work for nobody
 }
 
-// errLeaseLost says that another Relay has taken over, because this one was
-// paused for longer than its lease.
-var errLeaseLost = errors.New("another relay has taken over")
-
 func (p *relayPass) run(ctx context.Context) (err error) {
 	if keys, err := p.due(ctx); err != nil || len(keys) == 0 {
 		return err
 	}
-	if ok, err := p.acquire(ctx); err != nil || !ok {
+	if ok, err := p.lease.acquire(ctx); err != nil || !ok {
 		return err
 	}
 	defer func() {
 		if errors.Is(err, ErrPublishTimeout) {
 			return // the publisher may be at it still: the lease ends by itself
 		}
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), finishTimeout)
-		defer cancel()
-		if _, releaseErr := p.store.exec(ctx, p.queries.release, p.consumer, p.token); releaseErr != nil {
+		if releaseErr := p.lease.release(ctx); releaseErr != nil {
 			err = errors.Join(err, releaseErr)
 		}
 	}()
@@ -416,14 +408,14 @@ func (p *relayPass) relay(ctx context.Context, key string) error {
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), finishTimeout)
 	defer cancel()
-	deleted, err := p.store.exec(ctx, p.queries.remove, p.consumer, key, p.consumer, p.token)
+	deleted, err := p.store.exec(ctx, p.queries.remove, p.consumer, key, p.consumer, p.lease.token)
 	if err != nil {
 		p.result.Failed++
 		p.down = true
 		return fmt.Errorf("published, but not forgotten: %w", err)
 	}
 	if n, err := deleted.RowsAffected(); err != nil || n == 0 {
-		return errors.Join(err, p.renew(ctx)) // forgotten by another, or the lease is lost
+		return errors.Join(err, p.lease.renew(ctx)) // forgotten by another, or the lease is lost
 	}
 	p.result.Claims++
 	return nil
@@ -465,8 +457,8 @@ func (p *relayPass) publishAll(ctx context.Context, outputs []Output) error {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		if time.Since(p.renewed) > p.timeout {
-			if err := p.renew(ctx); err != nil {
+		if time.Since(p.lease.renewed) > p.timeout {
+			if err := p.lease.renew(ctx); err != nil {
 				return err
 			}
 		}
@@ -514,59 +506,16 @@ func (r *Relay) publish(ctx context.Context, outputs []Output) error {
 	}
 }
 
-func (p *relayPass) acquire(ctx context.Context) (bool, error) {
-	p.token, p.renewed = rand.Text(), time.Now()
-	if _, err := p.store.exec(ctx, p.queries.acquire, p.consumer, p.token); err != nil {
-		return false, err
-	}
-	var n int
-	err := p.store.db.QueryRowContext(ctx, p.queries.mine, p.consumer, p.token).Scan(&n)
-	return n == 1, err
-}
+type relayQueries struct{ consumer, due, outputs, remove string }
 
-func (p *relayPass) renew(ctx context.Context) error {
-	now := time.Now()
-	result, err := p.store.exec(ctx, p.queries.renew, p.consumer, p.token)
-	if err != nil {
-		return err
-	}
-	if n, err := result.RowsAffected(); err != nil || n == 0 {
-		return errors.Join(err, errLeaseLost)
-	}
-	p.renewed = now
-	return nil
-}
-
-type relayQueries struct {
-	consumer, due, outputs, remove string
-	acquire, mine, renew, release  string
-}
-
-func newRelayQueries(c *config, minAge, lease time.Duration) relayQueries {
+func newRelayQueries(c *config, minAge time.Duration) relayQueries {
 	produced, leases := c.dialect.Quote(c.produced), c.dialect.Quote(c.leases)
-	now, end := c.dialect.FromNow(0), c.dialect.FromNow(lease)
-	const mine = " WHERE consumer_name = ? AND token = ?"
-	acquire := "INSERT INTO " + leases + " AS l (consumer_name, token, expires_at) VALUES (?, ?, " + end + ")" +
-		" ON CONFLICT (consumer_name) DO UPDATE SET token = excluded.token, expires_at = excluded.expires_at WHERE l.expires_at < " + now
-	if c.dialect == MySQL {
-		acquire = "INSERT INTO " + leases + " (consumer_name, token, expires_at) VALUES (?, ?, " + end + ") ON DUPLICATE KEY UPDATE" +
-			" token = IF(expires_at < " + now + ", VALUES(token), token)," +
-			" expires_at = IF(expires_at < " + now + ", VALUES(expires_at), expires_at)"
+	return relayQueries{
+		consumer: c.dialect.Rebind("SELECT MIN(consumer_name) FROM " + produced + " WHERE consumer_name > ?"),
+		due: c.dialect.Rebind("SELECT message_key FROM " + produced + " WHERE consumer_name = ? AND ordinal = 0 AND created_at < " +
+			c.dialect.FromNow(-minAge) + " ORDER BY created_at, message_key LIMIT ?"),
+		outputs: c.dialect.Rebind("SELECT topic, uuid, metadata, payload FROM " + produced + " WHERE consumer_name = ? AND message_key = ? ORDER BY ordinal"),
+		remove: c.dialect.Rebind("DELETE FROM " + produced + " WHERE consumer_name = ? AND message_key = ?" +
+			" AND EXISTS (SELECT 1 FROM " + leases + leaseIsMine + ")"),
 	}
-	q := relayQueries{
-		consumer: "SELECT MIN(consumer_name) FROM " + produced + " WHERE consumer_name > ?",
-		due: "SELECT message_key FROM " + produced + " WHERE consumer_name = ? AND ordinal = 0 AND created_at < " + c.dialect.FromNow(-minAge) +
-			" ORDER BY created_at, message_key LIMIT ?",
-		outputs: "SELECT topic, uuid, metadata, payload FROM " + produced + " WHERE consumer_name = ? AND message_key = ? ORDER BY ordinal",
-		remove: "DELETE FROM " + produced + " WHERE consumer_name = ? AND message_key = ?" +
-			" AND EXISTS (SELECT 1 FROM " + leases + mine + ")",
-		acquire: acquire,
-		mine:    "SELECT COUNT(*) FROM " + leases + mine,
-		renew:   "UPDATE " + leases + " SET expires_at = " + end + mine,
-		release: "DELETE FROM " + leases + mine,
-	}
-	for _, query := range []*string{&q.consumer, &q.due, &q.outputs, &q.remove, &q.acquire, &q.mine, &q.renew, &q.release} {
-		*query = c.dialect.Rebind(*query)
-	}
-	return q
 }

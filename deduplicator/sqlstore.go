@@ -56,12 +56,15 @@ func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Optio
 	if err := cfg.check(ctx, db); err != nil {
 		return nil, err
 	}
-	if err := cfg.checkConnections(ctx, db); err != nil {
-		return nil, err
+	switch err := sqldb.CheckAutocommit(ctx, db, dialect); {
+	case errors.Is(err, sqldb.ErrNoAutocommit):
+		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, err)
+	case err != nil:
+		return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
 	}
 	s := &SQLStore{db: db, config: cfg, known: newKnownKeys(cfg.knownKeys)}
 	if s.txOptions, err = cfg.txOptions(ctx, db); err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
+		return nil, err
 	}
 	mariaDB := false
 	if dialect == MySQL {

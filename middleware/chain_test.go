@@ -52,7 +52,7 @@ func TestChainRefuses(t *testing.T) {
 		"nothing":             {want: []string{"no links"}},
 		"zero link":           {links: []middleware.Link{{}}, want: []string{"link 0"}},
 		"B56 poison in retry": {links: []middleware.Link{retry, poison}, want: []string{"WithPoisonQueue must come before WithRetry", "nothing to retry"}},
-		"B06 retry in tx":     {links: []middleware.Link{deduplicate, retry}, want: []string{"WithRetry must come before Deduplicate", "commit a failed attempt"}},
+		"B06 B92 retry in tx": {links: []middleware.Link{deduplicate, retry}, want: []string{"WithRetry must come before Deduplicate", "commit a failed attempt"}},
 		"B06 poison in tx":    {links: []middleware.Link{deduplicate, poison}, want: []string{"WithPoisonQueue must come before Deduplicate"}},
 		"stale outside":       {links: []middleware.Link{stale, deduplicate}, want: []string{"Deduplicate must come before RejectStale"}},
 		"stale alone":         {links: []middleware.Link{stale}, want: []string{"RejectStale without Deduplicate"}},

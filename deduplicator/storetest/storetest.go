@@ -102,7 +102,7 @@ var suite = []testCase{
 	{name: "work that ends the transaction is found out", run: testEndTx, needs: func(s Subject) bool { return s.EndTx != nil }},
 	{name: "work that ends the transaction and fails is found out", run: testEndTxAndFail, needs: func(s Subject) bool { return s.EndTx != nil }},
 
-	{name: "B18 a twin waits and is a duplicate when the first commits", run: testTwinDuplicate},
+	{name: "B18 B26 a twin waits and is a duplicate when the first commits", run: testTwinDuplicate},
 	{name: "B18 a twin waits and runs when the first fails", run: testTwinRuns},
 	{name: "B19 a twin that never ends is in flight", run: testTwinInFlight},
 	{name: "B23 fifty copies at once have one effect", run: testCopies},

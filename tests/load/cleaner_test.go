@@ -28,6 +28,7 @@ var (
 	rate    = flag.Int("rate", 200, "live messages per second")
 	batch   = flag.Int("batch", deduplicator.DefaultCleanBatch, "rows per statement of a cleaner")
 	pause   = flag.Duration("pause", deduplicator.DefaultCleanPause, "its pause between statements")
+	pairs   = flag.Int("pairs", 0, "pairs of blocks after which the rest is deleted without traffic; 0: all under traffic")
 	block   = flag.Duration("block", 5*time.Second, "time without cleaners, and then with them, in turn")
 )
 
@@ -41,7 +42,8 @@ const (
 
 // BenchmarkCleaners measures how long live messages take, from the moment at which
 // each is due, so that waiting for a worker counts: in one block of time without
-// cleaners, in the next with four, in turn until all expired rows are deleted.
+// cleaners, in the next with four, in turn until all expired rows are deleted, or for
+// so many pairs.
 //
 //	p50-idle, p99-idle    milliseconds per message without cleaners
 //	p50-clean, p99-clean  with them
@@ -118,7 +120,7 @@ func clean(t testing.TB, d testdb.Driver, expired int, block time.Duration) *res
 
 	r := &result{}
 	live := 0
-	for done := false; !done; {
+	for done := false; !done && (*pairs == 0 || len(r.idle) < *pairs); {
 		r.idle = append(r.idle, traffic(t, store, d, block))
 		ctx, stop := context.WithCancel(t.Context())
 		started := time.Now()
@@ -150,6 +152,10 @@ func clean(t testing.TB, d testdb.Driver, expired int, block time.Duration) *res
 			t.FailNow()
 		}
 	}
+	rest, err := deduplicator.NewCleaner(store, deduplicator.WithCleanBatch(10_000, 0))
+	require.NoError(t, err)
+	_, err = rest.Clean(t.Context())
+	require.NoError(t, err)
 	require.Zero(t, count(t, db, "SELECT COUNT(*) FROM processed_messages WHERE message_key LIKE 'expired%'"))
 	require.Equal(t, live, count(t, db, "SELECT COUNT(*) FROM processed_messages"))
 	require.Equal(t, live, count(t, db, "SELECT COUNT(*) FROM effects"))

@@ -184,7 +184,7 @@ func TestRelayPublishesWhatIsStored(t *testing.T) {
 			require.True(t, maps.Equal(want[i].Metadata, got[i].Metadata), "%d: %v", i, got[i].Metadata)
 		}
 		require.Zero(t, left(t, db))
-		require.Zero(t, count(t, db, "SELECT COUNT(*) FROM relay_leases"))
+		require.Zero(t, count(t, db, "SELECT COUNT(*) FROM message_leases"))
 		require.Zero(t, flush(t, relay).Messages)
 
 		// Their messages are duplicates without outputs now.
@@ -248,7 +248,7 @@ func TestBrokerRefusesB10(t *testing.T) {
 			require.Equal(t, err, result.Err)
 			require.Positive(t, result.Failed)
 			require.GreaterOrEqual(t, left(t, db), 590)
-			require.Zero(t, count(t, db, "SELECT COUNT(*) FROM relay_leases"), "the next one may try at once")
+			require.Zero(t, count(t, db, "SELECT COUNT(*) FROM message_leases"), "the next one may try at once")
 			refuse = false
 			flush(t, relay)
 			require.Zero(t, left(t, db))
@@ -474,7 +474,7 @@ func TestBrokerHangsB63(t *testing.T) {
 		if d.Dialect == deduplicator.PostgreSQL {
 			// What has touched the table in a transaction that is open holds a lock on it.
 			require.Zero(t, count(t, db, "SELECT COUNT(*) FROM pg_stat_activity a JOIN pg_locks l USING (pid)"+
-				" WHERE a.pid <> pg_backend_pid() AND a.xact_start IS NOT NULL AND l.relation IN ('produced_messages'::regclass, 'relay_leases'::regclass)"))
+				" WHERE a.pid <> pg_backend_pid() AND a.xact_start IS NOT NULL AND l.relation IN ('produced_messages'::regclass, 'message_leases'::regclass)"))
 		}
 		process(t, store, claimOf("b"), outputs("b", 1)...) // handlers go on
 		require.ErrorIs(t, <-done, deduplicator.ErrPublishTimeout)
@@ -487,14 +487,14 @@ func TestBrokerHangsB63(t *testing.T) {
 		}
 		require.Equal(t, 1, calls())
 		require.Zero(t, flush(t, relay).Messages, "its lease has to end first")
-		exec(t, db, "DELETE FROM relay_leases")
+		exec(t, db, "DELETE FROM message_leases")
 		_, err := relay.Flush(t.Context())
 		require.ErrorIs(t, err, deduplicator.ErrPublishTimeout)
 		require.Equal(t, 1, calls(), "a second call beside the one that hangs")
 		require.Equal(t, 4, left(t, db))
 
 		close(release)
-		exec(t, db, "DELETE FROM relay_leases")
+		exec(t, db, "DELETE FROM message_leases")
 		require.Eventually(t, func() bool {
 			result, err := relay.Flush(t.Context())
 			return err == nil && result.Claims == 2
@@ -516,21 +516,21 @@ func TestRelayThatLostItsLease(t *testing.T) {
 		second := &broker{accept: func(string, *message.Message, int) error { return errors.New("refused") }}
 		first := &broker{accept: func(_ string, _ *message.Message, n int) error {
 			if n == 1 { // paused: the lease ends, and the other one takes it and keeps it
-				exec(t, db, "UPDATE relay_leases SET token = 'other'")
+				exec(t, db, "UPDATE message_leases SET token = 'other'")
 			}
 			return nil
 		}}
 		result, err := newRelay(t, store, first).Flush(t.Context())
-		require.ErrorContains(t, err, "another relay has taken over")
+		require.ErrorContains(t, err, "another process has taken over")
 		require.Zero(t, result.Claims)
 		require.Equal(t, []string{"0-0"}, first.uuids())
 		require.Equal(t, 3, left(t, db), "the other one's rows are deleted")
-		require.Equal(t, 1, count(t, db, "SELECT COUNT(*) FROM relay_leases WHERE token = 'other'"), "the other one's lease is gone")
+		require.Equal(t, 1, count(t, db, "SELECT COUNT(*) FROM message_leases WHERE token = 'other'"), "the other one's lease is gone")
 
 		// While the lease lasts nobody else is at it; then the next one is.
 		require.Zero(t, flush(t, newRelay(t, store, second)).Messages)
 		require.Empty(t, second.calls)
-		exec(t, db, "UPDATE relay_leases SET expires_at = "+ago(d, time.Second))
+		exec(t, db, "UPDATE message_leases SET expires_at = "+ago(d, time.Second))
 		_, err = newRelay(t, store, second).Flush(t.Context())
 		require.ErrorContains(t, err, "refused")
 		require.Equal(t, 3, flush(t, newRelay(t, store, first)).Claims)

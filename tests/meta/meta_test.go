@@ -106,6 +106,44 @@ func TestRequirements(t *testing.T) {
 	require.Len(t, seen, 5+12+9+8, "rows")
 }
 
+var (
+	faultID   = regexp.MustCompile(`^B[0-9]{2,3}$`)
+	faultsOf  = regexp.MustCompile(`B[0-9]{2,3}`)
+	faultTest = regexp.MustCompile(`^Test.*?((?:B[0-9]{2,3})+)$`)
+)
+
+// Each failure has one row, whose tests and subtests exist, and each id in the name of
+// a test has its row.
+func TestFailures(t *testing.T) {
+	t.Parallel()
+	names, code := testNames(t), sources(t)
+	seen := map[string]bool{}
+	for line := range strings.Lines(read(t, "tests/REQUIREMENTS.md")) {
+		cells := strings.Split(line, "|")
+		if len(cells) < 6 || !faultID.MatchString(strings.TrimSpace(cells[1])) {
+			continue
+		}
+		id := strings.TrimSpace(cells[1])
+		require.False(t, seen[id], "%s has two rows", id)
+		seen[id] = true
+		found := testName.FindAllStringSubmatch(cells[4], -1)
+		require.NotEmpty(t, found, "%s names no test", id)
+		for _, match := range found {
+			require.True(t, names[match[1]], "%s names %s, which does not exist", id, match[1])
+			subtest := strings.TrimPrefix(match[2], "/")
+			require.Contains(t, code, subtest, "%s names a subtest that does not exist", id)
+		}
+	}
+	require.NotEmpty(t, seen)
+	for name := range names {
+		if match := faultTest.FindStringSubmatch(name); match != nil {
+			for _, id := range faultsOf.FindAllString(match[1], -1) {
+				require.True(t, seen[id], "%s has no row for %s", id, name)
+			}
+		}
+	}
+}
+
 // The documents name only tests that exist.
 func TestDocumentsNameTests(t *testing.T) {
 	t.Parallel()
@@ -122,12 +160,32 @@ func TestDocumentsNameTests(t *testing.T) {
 	}
 }
 
-func testNames(t *testing.T) map[string]bool {
-	names := map[string]bool{}
+// sources is the text of all Go files but those of this package.
+func sources(t *testing.T) string {
+	var all strings.Builder
+	eachSource(t, func(path string) error {
+		if strings.Contains(filepath.ToSlash(path), "tests/meta/") {
+			return nil
+		}
+		text, err := os.ReadFile(path)
+		all.Write(text)
+		return err
+	})
+	return all.String()
+}
+
+func eachSource(t *testing.T, do func(path string) error) {
 	require.NoError(t, filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
 		if err != nil || entry.IsDir() || !strings.HasSuffix(path, ".go") {
 			return err
 		}
+		return do(path)
+	}))
+}
+
+func testNames(t *testing.T) map[string]bool {
+	names := map[string]bool{}
+	eachSource(t, func(path string) error {
 		parsed, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.SkipObjectResolution)
 		if err != nil {
 			return err
@@ -138,7 +196,7 @@ func testNames(t *testing.T) map[string]bool {
 			}
 		}
 		return nil
-	}))
+	})
 	return names
 }
 

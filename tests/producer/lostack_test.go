@@ -157,7 +157,7 @@ func TestLostAckOnKafka(t *testing.T) {
 
 			var publish func(payload string) error
 			if idempotent {
-				broker := openKafka(t, kafkashard.Config{Brokers: []string{upstream}, Group: topic, Sarama: settings})
+				broker := openKafka(t, kafkashard.Config{Brokers: []string{upstream}, Group: topic, Sarama: settings, PublishTimeout: patience / 2})
 				publish = func(payload string) error { return broker.Publisher().Publish(topic, newMessage("a", payload)) }
 			} else {
 				config := sarama.NewConfig()
@@ -178,6 +178,13 @@ func TestLostAckOnKafka(t *testing.T) {
 			p.loseAnswers()
 			sent := make(chan error, 1)
 			go func() { sent <- publish("2") }()
+			defer func() { // so that a failure says more
+				select {
+				case err := <-sent:
+					t.Logf("publish of 2: %v", err)
+				default:
+				}
+			}()
 			awaitRecords(t, upstream, topic, 2) // stored, and the answer is lost
 			p.heal()
 			require.NoError(t, <-sent)
@@ -213,7 +220,7 @@ func awaitRecords(t *testing.T, address, topic string, n int) []string {
 	var payloads []string
 	for len(payloads) < n {
 		fetches := client.PollFetches(ctx)
-		require.NoError(t, ctx.Err(), "%d records of %d", len(payloads), n)
+		require.NoError(t, ctx.Err(), "%d records of %d, errors %v", len(payloads), n, fetches.Errors())
 		fetches.EachRecord(func(r *kgo.Record) { payloads = append(payloads, string(r.Value)) })
 	}
 	return payloads

@@ -17,7 +17,7 @@ import (
 )
 
 // M1: the handler fails once, the broker delivers again.
-func TestM1TransientErrorLosesTheMessage(t *testing.T) {
+func TestM1TransientErrorLosesTheMessageB03(t *testing.T) {
 	t.Parallel()
 	scenario := func(s side) (calls, effects int) {
 		var n atomic.Int32
@@ -115,7 +115,7 @@ func TestM3EqualPayloadsAreTwoEvents(t *testing.T) {
 }
 
 // M4: two events with other content and the same Adler-32.
-func TestM4ChecksumCollision(t *testing.T) {
+func TestM4ChecksumCollisionB03(t *testing.T) {
 	t.Parallel()
 	first, second, tried := collision()
 	t.Logf("collision after %d payloads: %s and %s", tried, first, second)

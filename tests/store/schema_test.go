@@ -13,6 +13,7 @@ import (
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator/ledger"
+	"github.com/seed-2f56a981/watermill-idempotent/middleware"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
@@ -69,9 +70,9 @@ func TestSchemaThatIsNotReadySaysWhatIsMissing(t *testing.T) {
 		exec(t, db, "ALTER TABLE produced_messages RENAME COLUMN other TO uuid")
 		works(t, newStore(t, db, d))
 		exec(t, db, "DROP TABLE produced_messages")
-		exec(t, db, "DROP TABLE relay_leases")
+		exec(t, db, "DROP TABLE message_leases")
 		exec(t, db, "ALTER TABLE message_attempts RENAME COLUMN attempts TO other")
-		refused("table produced_messages:", "table relay_leases:", "table message_attempts, column attempts:")
+		refused("table produced_messages:", "table message_leases:", "table message_attempts, column attempts:")
 
 		_, err := ordering.NewVersions(t.Context(), db, d.Dialect)
 		require.ErrorIs(t, err, ordering.ErrSchema)
@@ -356,6 +357,50 @@ func TestAutocommitOffIsRefused(t *testing.T) {
 	require.ErrorContains(t, err, "autocommit")
 }
 
+// isolated returns the database with connections that are at a level by themselves.
+// MariaDB and MySQL 8 have different names for it.
+func isolated(t *testing.T, database *testdb.Database, level string) *testdb.Database {
+	t.Helper()
+	var name, before string
+	require.NoError(t, database.Open(t).QueryRowContext(t.Context(),
+		"SHOW VARIABLES WHERE Variable_name IN ('tx_isolation', 'transaction_isolation')").Scan(&name, &before))
+	return database.With(t, name, "'"+level+"'")
+}
+
+// MySQL's connections that are at the level by themselves are not told: a round trip
+// less. The level is the same.
+func TestIsolationIsNotToldTwice(t *testing.T) {
+	t.Parallel()
+	database := testdb.Create(t, testdb.MySQL)
+	other := database.Open(t)
+	migrate(t, other, testdb.MySQL)
+	exec(t, other, "CREATE TABLE effects (n int)")
+	asked := map[string]int{}
+	for name, database := range map[string]*testdb.Database{"told": database, "by itself": isolated(t, database, "READ-COMMITTED")} {
+		db := database.Open(t)
+		db.SetMaxOpenConns(1)
+		store := newStore(t, db, testdb.MySQL)
+		questions := func() (n int) {
+			var name string
+			require.NoError(t, db.QueryRowContext(t.Context(), "SHOW SESSION STATUS LIKE 'Questions'").Scan(&name, &n))
+			return n
+		}
+		before := questions()
+		_, err := store.Process(t.Context(), claimOf(name), func(ctx context.Context) ([]deduplicator.Output, error) {
+			tx, _ := middleware.Tx(ctx)
+			var first, second int
+			require.NoError(t, tx.QueryRowContext(ctx, "SELECT COUNT(*) FROM effects").Scan(&first))
+			exec(t, other, "INSERT INTO effects (n) VALUES (1)")
+			require.NoError(t, tx.QueryRowContext(ctx, "SELECT COUNT(*) FROM effects").Scan(&second))
+			require.Equal(t, first+1, second, "read committed")
+			return nil, nil
+		})
+		require.NoError(t, err)
+		asked[name] = questions() - before
+	}
+	require.Equal(t, asked["told"]-1, asked["by itself"])
+}
+
 // Where connections read what is not committed, the redelivery of a message that is
 // in work would be acknowledged as a duplicate, and the work may fail.
 func TestReadUncommittedIsRefused(t *testing.T) {
@@ -366,10 +411,8 @@ func TestReadUncommittedIsRefused(t *testing.T) {
 		migrate(t, db, d)
 		if d.Dialect == deduplicator.SQLite {
 			database.DSN += "&cache=shared&_pragma=read_uncommitted(1)"
-		} else { // MariaDB and MySQL 8 have another name for it
-			var name, level string
-			require.NoError(t, db.QueryRowContext(t.Context(), "SHOW VARIABLES WHERE Variable_name IN ('tx_isolation', 'transaction_isolation')").Scan(&name, &level))
-			database.DSN += "?" + name + "=%27READ-UNCOMMITTED%27"
+		} else {
+			database = isolated(t, database, "READ-UNCOMMITTED")
 		}
 		_, err := deduplicator.NewSQLStore(t.Context(), database.Open(t), d.Dialect)
 		require.ErrorIs(t, err, deduplicator.ErrInvalidOption)
