@@ -2,6 +2,7 @@ package redisstore
 
 import (
 	"context"
+	"database/sql"
 	"errors"
 	"fmt"
 	"sync/atomic"
@@ -75,6 +76,24 @@ func (f *Filter) MaxAttempts() (int, bool) {
 		return store.MaxAttempts()
 	}
 	return 0, false
+}
+
+// Retention asks the store, for package ledger.
+func (f *Filter) Retention() (time.Duration, bool) {
+	if store, ok := f.store.(interface{ Retention() (time.Duration, bool) }); ok {
+		return store.Retention()
+	}
+	return 0, false
+}
+
+// Database asks the store, for package ledger; nil if it is not on database/sql.
+func (f *Filter) Database() (*sql.DB, deduplicator.Dialect) {
+	if store, ok := f.store.(interface {
+		Database() (*sql.DB, deduplicator.Dialect)
+	}); ok {
+		return store.Database()
+	}
+	return nil, ""
 }
 
 // Process implements [deduplicator.Store].
