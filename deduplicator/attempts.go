@@ -44,7 +44,7 @@ func (s *SQLStore) countedProcess(ctx context.Context, claim Claim, work Work) (
 	switch {
 	case err == nil && result.Outcome == Duplicate, errors.Is(err, ErrTooManyAttempts):
 		s.correctAttempts(ctx, s.queries.forgetAttempts, claim)
-	case errors.Is(err, ErrInFlight), errors.Is(err, ErrUnavailable): // the work was not called
+	case errors.Is(err, ErrInFlight), errors.Is(err, ErrUnavailable): // they don't speak against the message
 		s.correctAttempts(ctx, s.queries.uncountAttempt, claim)
 	}
 	return result, err
