@@ -123,7 +123,7 @@ func (s *SQLStore) Process(ctx context.Context, claim Claim, work Work) (Result,
 			return result, err
 		}
 	}
-	if s.config.maxAttempts != nil {
+	if s.config.maxAttempts != nil && !sqldb.Uncounted(ctx) {
 		return s.countedProcess(ctx, claim, work)
 	}
 	return s.process(ctx, claim, work)

@@ -196,7 +196,7 @@ func (r *Releaser) transaction(ctx context.Context, entity string) (progress boo
 	claim := deduplicator.Claim{Consumer: r.config.Consumer, Key: "ordering release " + watermill.NewUUID(), Time: started}
 	var notices []ordering.SequenceNotice
 	var outputs []deduplicator.Output
-	_, err = r.store.Process(ctx, claim, func(ctx context.Context) (_ []deduplicator.Output, err error) {
+	_, err = r.store.Process(sqldb.ContextUncounted(ctx), claim, func(ctx context.Context) (_ []deduplicator.Output, err error) {
 		tx, ok := Tx(ctx)
 		if !ok {
 			return nil, errors.New("middleware: a Releaser needs a store on database/sql")
