@@ -179,8 +179,9 @@ func WithKnownKeys(n int) Option {
 // Each call of Process is an attempt, except those that end because the database
 // is unavailable or because the key is in flight. The count is committed before
 // the transaction, which costs a statement each time, and is forgotten when the
-// message is processed or refused: one that is published again from the poison
-// queue has n new attempts. Copies that come at the same moment count too.
+// message is processed or refused: published again from the poison queue, it has n
+// new attempts then. One that was parked for another reason has those that are left.
+// Copies that come at the same moment count too.
 func WithMaxAttempts(n int) Option {
 	return optionFunc(func(c *config) { c.maxAttempts = &n })
 }
