@@ -44,8 +44,8 @@ func (s *SQLStore) countedProcess(ctx context.Context, claim Claim, work Work) (
 	switch {
 	case err == nil && result.Outcome == Duplicate, errors.Is(err, ErrTooManyAttempts):
 		s.correctAttempts(ctx, s.queries.forgetAttempts, claim)
-	case errors.Is(err, ErrInFlight), errors.Is(err, ErrUnavailable), // the work was not called
-		err != nil && errors.Is(ctx.Err(), context.Canceled): // or the broker took the message away
+	case errors.Is(err, ErrInFlight), errors.Is(err, ErrUnavailable), // they don't speak against the message
+		err != nil && errors.Is(ctx.Err(), context.Canceled): // nor does a delivery that ended
 		s.correctAttempts(ctx, s.queries.uncountAttempt, claim)
 	}
 	return result, err

@@ -1,12 +1,5 @@
 package deduplicator
 
-// What is stored of outputs and named in the schema can't be seen without a
-// database.
-var (
-	EncodeMetadata = encodeMetadata
-	DecodeMetadata = decodeMetadata
-)
-
 // KnownKeys can be told from a database only by its speed.
 type KnownKeys = knownKeys
 

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"unicode/utf8"
 
 	"github.com/ThreeDotsLabs/watermill/message"
 )
@@ -79,7 +80,8 @@ func FirstOf(keys ...KeyFunc) KeyFunc {
 // FromJSON returns a KeyFunc that reads a string or number from a JSON payload:
 // a top-level field by its name, such as "order_id", or any value by its JSON
 // Pointer (RFC 6901), such as "/order/id". A number's key is its text in the
-// payload.
+// payload. A string with U+FFFD, which encoding/json puts in the place of what is not
+// Unicode, is no key.
 func FromJSON(field string) KeyFunc {
 	pointer := field
 	if !strings.HasPrefix(field, "/") {
@@ -98,6 +100,9 @@ func FromJSON(field string) KeyFunc {
 		}
 		switch v := value.(type) {
 		case string:
+			if strings.ContainsRune(v, utf8.RuneError) { // in the place of what is not text: other keys have it too
+				return "", fmt.Errorf("%w: the payload at %q is not Unicode", ErrNoKey, field)
+			}
 			if v != "" {
 				return v, nil
 			}

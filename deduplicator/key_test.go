@@ -47,6 +47,10 @@ func TestFromJSON(t *testing.T) {
 		{"/order/id", order, "7"},
 		{"/order/lines/1/sku", order, "b"},
 
+		{"id", "{\"id\":\"\xff\"}", ""}, // each of these is U+FFFD to encoding/json
+		{"id", "{\"id\":\"\xfe\"}", ""},
+		{"id", `{"id":"\ud800"}`, ""},
+
 		{"e", order, ""},
 		{"null", order, ""},
 		{"yes", order, ""},

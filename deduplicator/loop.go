@@ -36,12 +36,7 @@ func (d intervalOption) applyRelay(r *Relay)     { r.interval = time.Duration(d)
 // refused.
 func WithInterval(d time.Duration) LoopOption { return intervalOption(d) }
 
-func checkInterval(d time.Duration) error {
-	if d < MinInterval {
-		return fmt.Errorf("WithInterval: %v is under the least, %v", d, MinInterval)
-	}
-	return nil
-}
+func checkInterval(d time.Duration) error { return sqldb.CheckDuration("WithInterval", d, MinInterval) }
 
 // loop calls pass until ctx ends; the first time after a part of the interval. A
 // pass that got nowhere doubles the pause.

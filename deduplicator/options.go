@@ -84,6 +84,7 @@ func (c *config) validate() error {
 		sqldb.CheckTable("WithTables", c.produced),
 		sqldb.CheckTable("WithLeasesTable", c.leases),
 		sqldb.CheckTable("WithAttemptsTable", c.attempts),
+		sqldb.CheckDuration("WithClaimTimeout", c.claimTimeout, MinClaimTimeout),
 	}
 	if c.processed == c.produced {
 		errs = append(errs, fmt.Errorf("WithTables: both tables are %q", c.processed))
@@ -94,17 +95,14 @@ func (c *config) validate() error {
 	if c.attempts == c.processed || c.attempts == c.produced || c.attempts == c.leases {
 		errs = append(errs, fmt.Errorf("WithAttemptsTable: %q is the name of another table", c.attempts))
 	}
-	if c.claimTimeout < MinClaimTimeout {
-		errs = append(errs, fmt.Errorf("WithClaimTimeout: %v is under the least, %v", c.claimTimeout, MinClaimTimeout))
-	}
 	if c.txRetries < 0 {
 		errs = append(errs, fmt.Errorf("WithTxRetries: %d is negative", c.txRetries))
 	}
 	if c.knownKeys < 0 {
 		errs = append(errs, fmt.Errorf("WithKnownKeys: %d is negative", c.knownKeys))
 	}
-	if c.retention != nil && *c.retention < MinRetention {
-		errs = append(errs, fmt.Errorf("WithRetention: %v is under the least, %v", *c.retention, MinRetention))
+	if c.retention != nil {
+		errs = append(errs, sqldb.CheckDuration("WithRetention", *c.retention, MinRetention))
 	}
 	if c.maxAttempts != nil && *c.maxAttempts < 1 {
 		errs = append(errs, fmt.Errorf("WithMaxAttempts: %d is under the least, 1; leave it out for no limit", *c.maxAttempts))
@@ -143,7 +141,7 @@ func WithAttemptsTable(name string) Option {
 
 // WithRetention sets how long claims are kept, so that a [Cleaner] may delete
 // older ones. By default they are kept for ever. [DefaultRetention] is a good
-// value; one under [MinRetention] is refused.
+// value; one under [MinRetention] or over 50 years is refused.
 //
 // What has been deleted can't tell a copy from a new message. So a message that
 // was first published longer ago than d is refused with [ErrTooOld], processed

@@ -4,6 +4,7 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"math"
 	"strings"
 	"testing"
 	"time"
@@ -24,7 +25,7 @@ func TestOptions(t *testing.T) {
 		{name: "each at its bound", opts: []deduplicator.Option{
 			deduplicator.WithTables("app."+long, "_"), deduplicator.WithClaimTimeout(10 * time.Millisecond),
 			deduplicator.WithTxRetries(0), deduplicator.WithIsolation(sql.LevelSerializable), deduplicator.WithKnownKeys(0),
-			deduplicator.WithRetention(time.Hour), deduplicator.WithMaxAttempts(1),
+			deduplicator.WithRetention(50 * 365 * 24 * time.Hour), deduplicator.WithMaxAttempts(1),
 			deduplicator.WithLeasesTable("a.b"), deduplicator.WithAttemptsTable(long),
 		}},
 		{name: "the last one wins", opts: []deduplicator.Option{deduplicator.WithTxRetries(-1), deduplicator.WithTxRetries(1)}},
@@ -52,6 +53,13 @@ func TestOptions(t *testing.T) {
 		{
 			name: "retention", opts: []deduplicator.Option{deduplicator.WithRetention(time.Hour - 1)},
 			want: []string{"WithRetention", "59m59.999999999s", "1h0m0s"},
+		},
+		{
+			// A cutoff before the year 1734 would become one in the future, and the cleaner delete all.
+			name: "durations that overflow", opts: []deduplicator.Option{
+				deduplicator.WithRetention(math.MaxInt64), deduplicator.WithClaimTimeout(math.MaxInt64),
+			},
+			want: []string{"WithRetention: 2562047h47m16.854775807s is over the most, 438000h0m0s", "WithClaimTimeout: 2562047h"},
 		},
 		{
 			name: "no retention is not a retention of 0", opts: []deduplicator.Option{deduplicator.WithRetention(0)},

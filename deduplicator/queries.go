@@ -3,13 +3,12 @@ package deduplicator
 import (
 	"context"
 	"database/sql"
-	"encoding/json"
 	"fmt"
 	"strconv"
 	"strings"
 	"time"
-	"unicode/utf8"
 
+	"github.com/seed-2f56a981/watermill-idempotent/internal/metadata"
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 )
 
@@ -93,14 +92,14 @@ func (s *SQLStore) insertOutputs(ctx context.Context, tx *sql.Tx, claim Claim, o
 		rows, size := 0, 0
 		for next < len(outputs) && rows < maxRows {
 			o := outputs[next]
-			payload, metadata := o.Payload, encodeMetadata(o.Metadata)
-			if size += len(payload) + len(metadata); rows > 0 && size > maxBytes {
+			payload, encoded := o.Payload, metadata.Encode(o.Metadata)
+			if size += len(payload) + len(encoded); rows > 0 && size > maxBytes {
 				break
 			}
 			if payload == nil {
 				payload = []byte{} // nil would be NULL
 			}
-			args = append(args, consumerAndKey[0], consumerAndKey[1], next, o.Topic, o.UUID, metadata, payload)
+			args = append(args, consumerAndKey[0], consumerAndKey[1], next, o.Topic, o.UUID, encoded, payload)
 			rows++
 			next++
 		}
@@ -113,54 +112,6 @@ func (s *SQLStore) insertOutputs(ctx context.Context, tx *sql.Tx, claim Claim, o
 		}
 	}
 	return nil
-}
-
-// binaryMark begins metadata that is not UTF-8, whose values JSON would change.
-// It is followed by JSON with values in base64.
-const binaryMark = "binary:"
-
-func encodeMetadata(metadata map[string]string) []byte {
-	if len(metadata) == 0 {
-		return []byte("{}")
-	}
-	text := true
-	for k, v := range metadata {
-		text = text && utf8.ValidString(k) && utf8.ValidString(v)
-	}
-	var encoded []byte
-	var err error
-	if text {
-		encoded, err = json.Marshal(metadata)
-	} else {
-		pairs := make([][2][]byte, 0, len(metadata))
-		for k, v := range metadata {
-			pairs = append(pairs, [2][]byte{[]byte(k), []byte(v)})
-		}
-		encoded, err = json.Marshal(pairs)
-		encoded = append([]byte(binaryMark), encoded...)
-	}
-	if err != nil {
-		panic(err) // strings and bytes can always be encoded
-	}
-	return encoded
-}
-
-func decodeMetadata(encoded []byte) (map[string]string, error) {
-	metadata := make(map[string]string)
-	if rest, ok := strings.CutPrefix(string(encoded), binaryMark); ok {
-		var pairs [][2][]byte
-		if err := json.Unmarshal([]byte(rest), &pairs); err != nil {
-			return nil, fmt.Errorf("metadata: %w", err)
-		}
-		for _, pair := range pairs {
-			metadata[string(pair[0])] = string(pair[1])
-		}
-		return metadata, nil
-	}
-	if err := json.Unmarshal(encoded, &metadata); err != nil {
-		return nil, fmt.Errorf("metadata: %w", err)
-	}
-	return metadata, nil
 }
 
 const readUncommitted = "read uncommitted"

@@ -11,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/seed-2f56a981/watermill-idempotent/internal/metadata"
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 )
 
@@ -32,7 +33,9 @@ type SQLStore struct {
 // Closing db ends the store.
 //
 // It returns [ErrInvalidOption], naming every wrong argument and option, also where
-// db's connections are at read uncommitted or are each a SQLite database in memory, [ErrUnavailable], or [ErrSchema], naming what is missing and how to create it.
+// db's connections are at read uncommitted, have autocommit off, or are each a SQLite
+// database in memory; [ErrUnavailable]; or [ErrSchema], naming what is missing and how
+// to create it.
 func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Option) (*SQLStore, error) {
 	cfg, err := newConfig(dialect, opts)
 	if db == nil {
@@ -52,6 +55,12 @@ func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Optio
 	}
 	if err := cfg.check(ctx, db); err != nil {
 		return nil, err
+	}
+	switch err := sqldb.CheckAutocommit(ctx, db, dialect); {
+	case errors.Is(err, sqldb.ErrNoAutocommit):
+		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, err)
+	case err != nil:
+		return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
 	}
 	s := &SQLStore{db: db, config: cfg, known: newKnownKeys(cfg.knownKeys)}
 	if s.txOptions, err = cfg.txOptions(ctx, db); err != nil {
@@ -114,7 +123,7 @@ func (s *SQLStore) Process(ctx context.Context, claim Claim, work Work) (Result,
 			return result, err
 		}
 	}
-	if s.config.maxAttempts != nil {
+	if s.config.maxAttempts != nil && !sqldb.Uncounted(ctx) {
 		return s.countedProcess(ctx, claim, work)
 	}
 	return s.process(ctx, claim, work)
@@ -232,7 +241,7 @@ func (s *SQLStore) attempt(ctx context.Context, claim Claim, work Work) (Result,
 		return s.commitFailed(ctx, claim, err)
 	}
 	s.known.committed(claim, claim.Fingerprint, len(outputs) > 0)
-	return Result{Outcome: Processed, Outputs: outputs}, nil
+	return Result{Outcome: Processed}, nil
 }
 
 // undo rolls back after the work's error, which it returns. Where the work has
@@ -346,11 +355,11 @@ type storedOutput struct {
 var errDamaged = errors.New("deduplicator: stored output is damaged")
 
 func (row *storedOutput) output() (Output, error) {
-	metadata, err := decodeMetadata(row.metadata)
+	fields, err := metadata.Decode(row.metadata)
 	if err != nil {
 		return Output{}, fmt.Errorf("%w: %w", errDamaged, err)
 	}
-	return Output{Topic: row.topic.String, UUID: row.uuid.String, Metadata: metadata, Payload: row.payload}, nil
+	return Output{Topic: row.topic.String, UUID: row.uuid.String, Metadata: fields, Payload: row.payload}, nil
 }
 
 // recheckTimeout bounds the question whether a commit took place, beyond the

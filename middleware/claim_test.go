@@ -107,3 +107,32 @@ func TestRedeliveredClaims(t *testing.T) {
 		})
 	}
 }
+
+func TestWithFingerprint(t *testing.T) {
+	t.Parallel()
+	first := func(msg *message.Message) []byte { return msg.Payload[:1] }
+	for name, tt := range map[string]struct {
+		fingerprint deduplicator.FingerprintFunc
+		outcomes    []middleware.Outcome // of payloads that begin alike, and of one that does not
+	}{
+		"none":        {nil, []middleware.Outcome{"processed", "duplicate", "duplicate"}},
+		"of its own":  {first, []middleware.Outcome{"processed", "duplicate", "conflict"}},
+		"the payload": {deduplicator.PayloadFingerprint, []middleware.Outcome{"processed", "conflict", "conflict"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			links := func(b *bench) []middleware.Link {
+				return []middleware.Link{
+					middleware.WithPoisonQueue(b.poison, "poison"),
+					middleware.Deduplicate(b.store, byEventID(), middleware.WithFingerprint(tt.fingerprint)),
+				}
+			}
+			run(t, links, func(*message.Message) ([]*message.Message, error) { return nil, nil }, func(b *bench) {
+				for _, payload := range []string{"a1", "a2", "b1"} {
+					b.deliver(t, newMessage("k", payload))
+				}
+				want(t, "outcomes", b.events.outcomes(), tt.outcomes)
+			})
+		})
+	}
+}

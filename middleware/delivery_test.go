@@ -76,7 +76,7 @@ func TestOutcomes(t *testing.T) {
 	}{
 		"success":     {outcomes: []middleware.Outcome{middleware.Processed}, calls: 1},
 		"second try":  {handler: failUntil(2, boom), outcomes: []middleware.Outcome{middleware.Retried, middleware.Processed}, calls: 2},
-		"panic":       {handler: func(int) error { panic("lost") }, outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, calls: 4, parked: "handler panicked: lost"},
+		"panic":       {handler: func(int) error { panic("lost") }, outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, calls: 4, parked: "panic: lost"},
 		"panic (nil)": {handler: func(int) error { panic(nil) }, outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, calls: 4, parked: "panic called with nil argument"}, //nolint:govet // on purpose
 		"always":      {handler: failUntil(100, boom), outcomes: []middleware.Outcome{"retried", "retried", "retried", "parked"}, calls: 4, parked: "boom"},
 		"permanent":   {handler: failUntil(100, middleware.Permanent(boom)), outcomes: []middleware.Outcome{"parked"}, calls: 1, parked: "boom"},
@@ -202,19 +202,103 @@ func TestLongReasonB54(t *testing.T) {
 	})
 }
 
-// A handler that leaves by Goexit would stay without an answer in the Router.
+// An error may quote bytes of a payload. A poison queue on a database takes only text,
+// and would refuse the message for ever.
+func TestReasonIsText(t *testing.T) {
+	t.Parallel()
+	run(t, full, func(*message.Message) ([]*message.Message, error) {
+		return nil, middleware.Permanent(errors.New("unknown type \xff\x00"))
+	}, func(b *bench) {
+		b.deliver(t, newMessage("a", "1"))
+		if r := b.poison.sent("poison")[0].Metadata.Get("reason_poisoned"); r != "unknown type \ufffd\ufffd" {
+			t.Errorf("reason %q", r)
+		}
+	})
+}
+
+// A handler that leaves by Goexit would stay without an answer in the Router. Its
+// message comes back after a pause, as after an error.
 func TestGoexitIsReturnedToTheBroker(t *testing.T) {
 	t.Parallel()
-	calls := 0
+	var calls []time.Time
 	run(t, full, func(*message.Message) ([]*message.Message, error) {
-		if calls++; calls == 1 {
+		if calls = append(calls, time.Now()); len(calls) == 1 {
 			runtime.Goexit()
 		}
 		return nil, nil
 	}, func(b *bench) {
 		b.deliver(t, newMessage("a", "1"))
+		b.until(func() bool { return len(b.events.outcomes()) == 2 })
 		want(t, "outcomes", b.events.outcomes(), []middleware.Outcome{"failed", "processed"})
+		if pause := calls[1].Sub(calls[0]); pause < 50*time.Millisecond {
+			t.Errorf("delivered again after %v", pause)
+		}
 	})
+}
+
+// A panic outside of the handler, as of the poison queue's publisher, is an error too:
+// reported as what it is, and followed by a pause.
+func TestPanicOfThePoisonQueue(t *testing.T) {
+	t.Parallel()
+	var calls []time.Time
+	run(t, full, func(*message.Message) ([]*message.Message, error) {
+		calls = append(calls, time.Now())
+		return nil, middleware.Permanent(errors.New("no"))
+	}, func(b *bench) {
+		b.poison.fail = func(_ string, n int) error {
+			if n == 1 {
+				panic("publisher is broken")
+			}
+			return nil
+		}
+		b.deliver(t, newMessage("a", "1"))
+		b.until(func() bool { return len(b.poison.sent("poison")) == 1 })
+		events := b.events.seen()
+		want(t, "outcomes", b.events.outcomes(), []middleware.Outcome{"failed", "parked"})
+		if panicked := (*middleware.PanicError)(nil); !errors.As(events[0].Err, &panicked) || panicked.Value != "publisher is broken" {
+			t.Errorf("reported: %v", events[0].Err)
+		}
+		if pause := calls[1].Sub(calls[0]); pause < 50*time.Millisecond {
+			t.Errorf("delivered again after %v", pause)
+		}
+	})
+}
+
+// A panic of an observer is the Router's to report; its message comes back after a pause.
+func TestPanicOfAnObserver(t *testing.T) {
+	t.Parallel()
+	var events []time.Time
+	observer := func(context.Context, middleware.Event) {
+		if events = append(events, time.Now()); len(events) == 1 {
+			panic("observer is broken")
+		}
+	}
+	chain, err := middleware.Chain(middleware.WithObserver(observer))
+	if err != nil {
+		t.Fatal(err)
+	}
+	synctest.Test(t, func(t *testing.T) {
+		broker := gochannel.NewGoChannel(gochannel.Config{}, watermill.NopLogger{})
+		router, err := message.NewRouter(message.RouterConfig{}, watermill.NopLogger{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		router.AddMiddleware(chain...)
+		router.AddConsumerHandler("stock", topic, broker, func(*message.Message) error { return nil })
+		done := make(chan error, 1)
+		go func() { done <- router.Run(t.Context()) }()
+		<-router.Running()
+		if err := broker.Publish(topic, newMessage("a", "1")); err != nil {
+			t.Error(err)
+		}
+		time.Sleep(time.Second)
+		if err := errors.Join(router.Close(), <-done); err != nil {
+			t.Error(err)
+		}
+	})
+	if len(events) != 2 || events[1].Sub(events[0]) < 50*time.Millisecond {
+		t.Errorf("events at %v", events)
+	}
 }
 
 // B85: an attempt's context, transaction included, does not reach the next one.

@@ -71,13 +71,13 @@ func blameless(err error) bool {
 	return false
 }
 
-// PanicError is a panic of a handler as an error.
+// PanicError is a panic of a handler, or of what else runs in a chain, as an error.
 type PanicError struct {
 	Value any
 	Stack []byte // as runtime/debug.Stack returns it
 }
 
-func (e *PanicError) Error() string { return fmt.Sprintf("handler panicked: %v", e.Value) }
+func (e *PanicError) Error() string { return fmt.Sprintf("panic: %v", e.Value) }
 
 // Unwrap returns the panic's value if it is an error.
 func (e *PanicError) Unwrap() error {

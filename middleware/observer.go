@@ -232,15 +232,19 @@ func (d *delivery) result(err error) (Outcome, error) {
 // guard is the outermost part of every chain.
 func guard(observers []Observer) message.HandlerMiddleware {
 	return func(h message.HandlerFunc) message.HandlerFunc {
+		h = recoverer(h) // what is outside of the retries can panic too, such as the poison queue's publisher
 		return func(msg *message.Message) (produced []*message.Message, err error) {
 			ctx := msg.Context()
 			d := &delivery{Context: ctx, observers: observers, outcome: Processed, attempt: 1, entity: msg.Metadata.Get(ordering.PartitionKeyMetadata)}
 			started := time.Now()
-			returned := false
+			returned, done := false, false
 			defer func() {
 				msg.SetContext(ctx)
-				if !returned { // Goexit: the Router would leave the message without an answer
+				if !returned {
 					d.report(msg, Failed, started, errGoexit)
+				}
+				if !done { // or an observer panics. After a Goexit the Router leaves the message without an answer.
+					waitToNack(ctx)
 					msg.Nack()
 				}
 			}()
@@ -262,8 +266,9 @@ func guard(observers []Observer) message.HandlerMiddleware {
 				d.report(msg, ProducerGap, started, nil)
 			}
 			if err != nil {
-				sqldb.Pause(ctx, nackPause/2+rand.N(nackPause)) //nolint:gosec // jitter is no secret
+				waitToNack(ctx)
 			}
+			done = true
 			return produced, err
 		}
 	}
@@ -284,3 +289,7 @@ var errGoexit = errors.New("handler ended its goroutine")
 // nackPause is about how long a message waits before it goes back to the broker,
 // which may deliver it again at once.
 const nackPause = 100 * time.Millisecond
+
+func waitToNack(ctx context.Context) {
+	sqldb.Pause(ctx, nackPause/2+rand.N(nackPause)) //nolint:gosec // jitter is no secret
+}

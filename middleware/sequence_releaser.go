@@ -89,12 +89,11 @@ func NewReleaser(store deduplicator.Store, sequence *ordering.Sequence, config R
 	check(config.Consumer != "", "Consumer is empty")
 	check(config.Handler != nil, "Handler is nil")
 	check((config.Publisher == nil) == (config.Topic == ""), "Publisher and Topic need each other")
-	check(config.Interval >= 0, "Interval is negative")
 	for _, observe := range config.Observers {
 		check(observe != nil, "observer is nil")
 	}
-	if len(errs) > 0 {
-		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, errors.Join(errs...))
+	if err := errors.Join(append(errs, sqldb.CheckDuration("NewReleaser: Interval", config.Interval, 0))...); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, err)
 	}
 	if config.Interval == 0 {
 		config.Interval = DefaultReleaseInterval
@@ -196,7 +195,8 @@ func (r *Releaser) transaction(ctx context.Context, entity string) (progress boo
 	// because the store keeps outputs under one.
 	claim := deduplicator.Claim{Consumer: r.config.Consumer, Key: "ordering release " + watermill.NewUUID(), Time: started}
 	var notices []ordering.SequenceNotice
-	result, err := r.store.Process(ctx, claim, func(ctx context.Context) ([]deduplicator.Output, error) {
+	var outputs []deduplicator.Output
+	_, err = r.store.Process(sqldb.ContextUncounted(ctx), claim, func(ctx context.Context) (_ []deduplicator.Output, err error) {
 		tx, ok := Tx(ctx)
 		if !ok {
 			return nil, errors.New("middleware: a Releaser needs a store on database/sql")
@@ -215,7 +215,8 @@ func (r *Releaser) transaction(ctx context.Context, entity string) (progress boo
 		if notices = released.Notices; len(notices) == 0 {
 			return nil, errNothingToRelease
 		}
-		return toOutputs(r.config.Topic, produced)
+		outputs, err = toOutputs(r.config.Topic, produced)
+		return outputs, err
 	})
 	if errors.Is(err, errNothingToRelease) {
 		return false, nil
@@ -228,7 +229,7 @@ func (r *Releaser) transaction(ctx context.Context, entity string) (progress boo
 		r.notify(ctx, event)
 	}
 	last := notices[len(notices)-1].Kind
-	return last != ordering.ReleaseFailed && last != ordering.Blocked, r.publish(ctx, unsent{entity, claim, result.Outputs}, publishTries)
+	return last != ordering.ReleaseFailed && last != ordering.Blocked, r.publish(ctx, unsent{entity, claim, outputs}, publishTries)
 }
 
 // publish publishes u and forgets it. What the publisher refuses is kept in r.unsent.

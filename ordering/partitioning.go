@@ -54,14 +54,14 @@ func RecordPartitioning(ctx context.Context, db *sql.DB, dialect Dialect, topic 
 		return err
 	}
 	table := dialect.Quote(tables.partitioning)
-	record := "INSERT INTO " + table + " (topic, partitioner, shards, recorded_at) VALUES (?, ?, ?, " + now(dialect) + ") "
+	record := "INSERT INTO " + table + " (topic, partitioner, shards, recorded_at) VALUES (?, ?, ?, " + dialect.Now() + ") "
 	if dialect == MySQL {
 		record += "ON DUPLICATE KEY UPDATE topic = topic"
 	} else {
 		record += "ON CONFLICT (topic) DO NOTHING"
 	}
 	recorded := PartitioningError{Topic: topic, Wanted: partitioner, WantShards: shards}
-	err := again(ctx, func() error {
+	err := sqldb.Retry(ctx, conflictLimit, func() error {
 		if _, err := db.ExecContext(ctx, dialect.Rebind(record), sqldb.EncodeKey(topic), partitioner.name(), shards); err != nil {
 			return err
 		}

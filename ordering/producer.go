@@ -28,6 +28,9 @@ const (
 
 const maxEpoch = math.MaxUint32
 
+// conflictLimit is how long a short transaction gives way to others.
+const conflictLimit = 5 * time.Second
+
 type producerTables struct{ producers, streams, partitioning string }
 
 var defaultProducerTables = producerTables{DefaultProducersTable, DefaultProducerStreamsTable, DefaultPartitioningTable}
@@ -151,14 +154,14 @@ func NewProducer(ctx context.Context, db *sql.DB, dialect Dialect, name string, 
 		config: cfg, db: db, name: name, streams: map[string]*stream{},
 		query: dialect.Rebind("SELECT epoch FROM " + table + " WHERE name = ?"),
 	}
-	raise := "INSERT INTO " + table + " (name, epoch, updated_at) VALUES (?, 1, " + now(dialect) + ") "
+	raise := "INSERT INTO " + table + " (name, epoch, updated_at) VALUES (?, 1, " + dialect.Now() + ") "
 	if dialect == MySQL {
 		raise += "ON DUPLICATE KEY UPDATE epoch = epoch + 1, updated_at = VALUES(updated_at)"
 	} else {
 		raise += "ON CONFLICT (name) DO UPDATE SET epoch = " + dialect.Quote(sqldb.Base(cfg.tables.producers)) +
 			".epoch + 1, updated_at = excluded.updated_at"
 	}
-	err := again(ctx, func() error { return p.takeEpoch(ctx, dialect.Rebind(raise)) })
+	err := sqldb.Retry(ctx, conflictLimit, func() error { return p.takeEpoch(ctx, dialect.Rebind(raise)) })
 	if err != nil {
 		return nil, fmt.Errorf("ordering: next epoch of producer %q: %w", name, err)
 	}
@@ -324,36 +327,6 @@ func (c producerConfig) stream(topic, key string) string {
 		return sqldb.EncodeKey(topic + "/" + strconv.Itoa(c.partitioner.Shard(key, c.streams)))
 	}
 	return strconv.FormatUint(xxhash.Sum64String(EntityParts(topic, key)), 16)
-}
-
-// again runs work until it returns anything but a conflict with another
-// transaction, for at most a second or so.
-func again(ctx context.Context, work func() error) error {
-	for pause := 5 * time.Millisecond; ; pause *= 2 {
-		err := work()
-		if err == nil || !sqldb.Transient(err) || pause > 500*time.Millisecond {
-			return err
-		}
-		timer := time.NewTimer(pause)
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
-			return errors.Join(ctx.Err(), err)
-		}
-	}
-}
-
-// now is the database's clock.
-func now(dialect Dialect) string {
-	switch dialect {
-	case PostgreSQL:
-		return "clock_timestamp()"
-	case MySQL:
-		return "UTC_TIMESTAMP(6)"
-	default:
-		return "strftime('%Y-%m-%d %H:%M:%f', 'now')"
-	}
 }
 
 // checkTable tells an unreachable server from a missing table.

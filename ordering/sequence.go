@@ -22,7 +22,6 @@ const (
 	DefaultParkedTotal     = 100_000
 	DefaultParkedAge       = 24 * time.Hour
 	maxReleaseBatch        = 10_000
-	maxParkedErrorBytes    = 1024
 )
 
 // Position is a place in the sequence of an entity's events.

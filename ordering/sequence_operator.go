@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/seed-2f56a981/watermill-idempotent/internal/metadata"
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
 )
 
@@ -93,13 +94,13 @@ func readParked(rows *sql.Rows, err error) ([]ParkedMessage, error) {
 	var listed []ParkedMessage
 	for rows.Next() {
 		var (
-			m              ParkedMessage
-			uuid, metadata []byte
-			text, blocked  sql.NullString
-			parkedAt       int64
-			state          string
+			m             ParkedMessage
+			uuid, fields  []byte
+			text, blocked sql.NullString
+			parkedAt      int64
+			state         string
 		)
-		if err := rows.Scan(&m.Consumer, &m.Entity, &m.Epoch, &m.Seq, &uuid, &metadata, &m.Payload, &m.Reason, &text, &m.Attempts, &parkedAt,
+		if err := rows.Scan(&m.Consumer, &m.Entity, &m.Epoch, &m.Seq, &uuid, &fields, &m.Payload, &m.Reason, &text, &m.Attempts, &parkedAt,
 			&m.EntityLast.Epoch, &m.EntityLast.Seq, &state, &blocked); err != nil {
 			return nil, fmt.Errorf("ordering: list parked messages: %w", err)
 		}
@@ -107,7 +108,7 @@ func readParked(rows *sql.Rows, err error) ([]ParkedMessage, error) {
 		if state == stateBlocked {
 			m.EntityBlocked = blocked.String
 		}
-		if m.Metadata, err = decodeMetadata(metadata); err != nil {
+		if m.Metadata, err = metadata.Decode(fields); err != nil {
 			return nil, fmt.Errorf("ordering: list parked messages: %w", err)
 		}
 		listed = append(listed, m)

@@ -6,11 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"strings"
 
 	"github.com/ThreeDotsLabs/watermill/message"
 
+	"github.com/seed-2f56a981/watermill-idempotent/internal/metadata"
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
+	"github.com/seed-2f56a981/watermill-idempotent/internal/text"
 )
 
 // sequenceTx is an entity's row, locked, and what is done under that lock.
@@ -198,17 +199,17 @@ func (t *sequenceTx) park(ctx context.Context, d SequencedDelivery, outcome Sequ
 		}
 	}
 	reason := map[SequenceOutcome]string{ParkedEarly: reasonGap, ParkedBlocked: reasonBlocked, ParkedFailed: reasonFailed}[outcome]
-	var text sql.NullString
+	var cause sql.NullString
 	attempts := 0
 	if outcome == ParkedFailed {
-		text, attempts = errorText(d.Failure), t.config.attempts
+		cause, attempts = errorText(d.Failure), t.config.attempts
 	}
 	msg, payload := d.Message, []byte(d.Message.Payload)
 	if payload == nil {
 		payload = []byte{} // nil would be NULL
 	}
 	if _, err := t.tx.ExecContext(ctx, t.queries.park, t.consumer, t.entity, d.Event.Epoch, d.Event.Seq,
-		append([]byte{}, msg.UUID...), encodeMetadata(msg.Metadata), payload, d.Event.Fingerprint, reason, text, attempts); err != nil {
+		append([]byte{}, msg.UUID...), metadata.Encode(msg.Metadata), payload, d.Event.Fingerprint, reason, cause, attempts); err != nil {
 		return fmt.Errorf("ordering: park message: %w", err)
 	}
 	t.parked++
@@ -395,12 +396,12 @@ func (t *sequenceTx) batch(ctx context.Context, limit int) ([]parkedEvent, error
 	var batch []parkedEvent
 	for rows.Next() {
 		var p parkedEvent
-		var uuid, metadata, payload []byte
-		if err := rows.Scan(&p.seq, &uuid, &metadata, &payload, &p.fingerprint, &p.attempts); err != nil {
+		var uuid, fields, payload []byte
+		if err := rows.Scan(&p.seq, &uuid, &fields, &payload, &p.fingerprint, &p.attempts); err != nil {
 			return nil, err
 		}
 		p.msg = message.NewMessageWithContext(ctx, string(uuid), payload)
-		if p.msg.Metadata, err = decodeMetadata(metadata); err != nil {
+		if p.msg.Metadata, err = metadata.Decode(fields); err != nil {
 			return nil, err
 		}
 		batch = append(batch, p)
@@ -461,16 +462,12 @@ func (t *sequenceTx) save(ctx context.Context) error {
 	return nil
 }
 
-// errorText is what is stored of an error: valid text, not too long.
+// errorText is what is stored of an error.
 func errorText(err error) sql.NullString {
 	if err == nil {
 		return sql.NullString{}
 	}
-	text := strings.ReplaceAll(strings.ToValidUTF8(err.Error(), "\uFFFD"), "\x00", "\uFFFD")
-	if len(text) > maxParkedErrorBytes {
-		text = strings.ToValidUTF8(text[:maxParkedErrorBytes], "")
-	}
-	return sql.NullString{String: text, Valid: true}
+	return sql.NullString{String: text.Cut(err.Error()), Valid: true}
 }
 
 // Due returns entities of consumer, as they are stored and in that order after

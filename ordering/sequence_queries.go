@@ -1,8 +1,6 @@
 package ordering
 
 import (
-	"encoding/json"
-	"fmt"
 	"strconv"
 	"time"
 )
@@ -36,20 +34,14 @@ const (
 
 func newSequenceQueries(c *sequenceConfig) sequenceQueries {
 	sequences, parked := c.dialect.Quote(c.sequences), c.dialect.Quote(c.parked)
-	micros := strconv.FormatInt(c.bounds.Age.Microseconds(), 10)
-	var now, expiry, unixMicro string
+	now, expiry := c.dialect.Now(), c.dialect.FromNow(-c.bounds.Age)
+	var unixMicro string
 	switch c.dialect {
 	case PostgreSQL:
-		now = "clock_timestamp()"
-		expiry = now + " - " + micros + " * interval '1 microsecond'"
 		unixMicro = "CAST(EXTRACT(EPOCH FROM p.parked_at) * 1000000 AS bigint)"
 	case MySQL:
-		now = "UTC_TIMESTAMP(6)"
-		expiry = now + " - INTERVAL " + micros + " MICROSECOND"
 		unixMicro = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', p.parked_at)"
 	case SQLite:
-		now = "strftime('%Y-%m-%d %H:%M:%f', 'now')"
-		expiry = fmt.Sprintf("strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '-%.3f seconds')", c.bounds.Age.Seconds())
 		unixMicro = "CAST(ROUND((julianday(p.parked_at) - 2440587.5) * 86400000) AS INTEGER) * 1000"
 	}
 	// Reads must see what the lock on the entity's row waited for. SQLite has one
@@ -120,30 +112,5 @@ func newSequenceQueries(c *sequenceConfig) sequenceQueries {
 
 // dueEntities bounds the answer of Due.
 const dueEntities = 100
-
-// encodeMetadata keeps every byte, which JSON strings would not.
-func encodeMetadata(metadata map[string]string) []byte {
-	pairs := make([][2][]byte, 0, len(metadata))
-	for k, v := range metadata {
-		pairs = append(pairs, [2][]byte{[]byte(k), []byte(v)})
-	}
-	encoded, err := json.Marshal(pairs)
-	if err != nil {
-		panic(err) // bytes can always be encoded
-	}
-	return encoded
-}
-
-func decodeMetadata(encoded []byte) (map[string]string, error) {
-	var pairs [][2][]byte
-	if err := json.Unmarshal(encoded, &pairs); err != nil {
-		return nil, fmt.Errorf("metadata of a parked message: %w", err)
-	}
-	metadata := make(map[string]string, len(pairs))
-	for _, pair := range pairs {
-		metadata[string(pair[0])] = string(pair[1])
-	}
-	return metadata, nil
-}
 
 func fromUnixMicro(micros int64) time.Time { return time.UnixMicro(micros).UTC() }

@@ -138,12 +138,8 @@ func NewVersions(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Versi
 	if err != nil {
 		return nil, err
 	}
-	if err := sqldb.Ping(ctx, db); err != nil {
-		return nil, fmt.Errorf("ordering: %w", err)
-	}
-	if err := sqldb.CheckColumns(ctx, db, dialect, cfg.table, schemaHint,
-		"consumer_name", "entity", "version", "fingerprint", "updated_at"); err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrSchema, err)
+	if err := checkTable(ctx, db, dialect, cfg.table, "consumer_name", "entity", "version", "fingerprint", "updated_at"); err != nil {
+		return nil, err
 	}
 	v := &Versions{dialect: dialect}
 	v.advance.Text, v.current = cfg.queries()
@@ -158,20 +154,18 @@ const staleMark = 1
 
 func (c *versionsConfig) queries() (advance, current string) {
 	table := c.dialect.Quote(c.table)
-	insert := "INSERT INTO " + table + " (consumer_name, entity, version, fingerprint, updated_at) VALUES (?, ?, ?, ?, "
-	onConflict := ") ON CONFLICT (consumer_name, entity) DO UPDATE SET version = excluded.version," +
+	insert := "INSERT INTO " + table + " (consumer_name, entity, version, fingerprint, updated_at) VALUES (?, ?, ?, ?, " + c.dialect.Now() + ")"
+	onConflict := " ON CONFLICT (consumer_name, entity) DO UPDATE SET version = excluded.version," +
 		" fingerprint = excluded.fingerprint, updated_at = excluded.updated_at WHERE " + c.dialect.Quote(sqldb.Base(c.table)) + ".version < excluded.version"
 	switch c.dialect {
-	case PostgreSQL:
-		advance = insert + "clock_timestamp()" + onConflict
-	case SQLite:
-		advance = insert + "strftime('%Y-%m-%d %H:%M:%f', 'now')" + onConflict
+	case PostgreSQL, SQLite:
+		advance = insert + onConflict
 	case MySQL:
 		// The count is 1 for an insert and 2 for an update, but for a row that
 		// stays as it is 0 or, with clientFoundRows, 1. LAST_INSERT_ID(expr) tells
 		// that case (MySQL manual, "Information Functions"). The assignments run
 		// from left to right, so version comes last.
-		advance = insert + "UTC_TIMESTAMP(6)) ON DUPLICATE KEY UPDATE" +
+		advance = insert + " ON DUPLICATE KEY UPDATE" +
 			" fingerprint = IF(version < VALUES(version), VALUES(fingerprint), fingerprint)," +
 			" updated_at = IF(version < VALUES(version), VALUES(updated_at), updated_at)," +
 			" version = IF(version < VALUES(version), VALUES(version), version + 0 * LAST_INSERT_ID(1))"

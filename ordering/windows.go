@@ -154,8 +154,8 @@ func (w *Windows) prepare() {
 	dialect := w.config.dialect
 	table := dialect.Quote(w.config.tables.streams)
 	const ofStream = " WHERE consumer_name = ? AND producer = ? AND stream = ?"
-	set := "UPDATE " + table + " SET epoch = ?, highest = ?, seen = ?, updated_at = " + now(dialect) + ofStream
-	insert := "INSERT INTO " + table + " (consumer_name, producer, stream, epoch, highest, seen, updated_at) VALUES (?, ?, ?, ?, ?, ?, " + now(dialect) + ")"
+	set := "UPDATE " + table + " SET epoch = ?, highest = ?, seen = ?, updated_at = " + dialect.Now() + ofStream
+	insert := "INSERT INTO " + table + " (consumer_name, producer, stream, epoch, highest, seen, updated_at) VALUES (?, ?, ?, ?, ?, ?, " + dialect.Now() + ")"
 	lock := "SELECT epoch, highest, seen FROM " + table + ofStream
 	if dialect == MySQL {
 		// See versionsConfig.queries and Versions.applied: the mark tells a row that

@@ -8,7 +8,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"strings"
 	"sync"
 	"time"
 
@@ -268,7 +267,7 @@ func (e *execution) call(ctx context.Context, since time.Time, do func(context.C
 		return nil, failure
 	case stateFailed:
 		// The same as at the next delivery, when only the text is left.
-		return nil, e.error(ErrFailed, errors.New(cut(reason)), true)
+		return nil, e.error(ErrFailed, errors.New(text.Cut(reason)), true)
 	default:
 		return nil, e.error(ErrUnknown, failure, e.effect.rule.kind == ruleAskOperator)
 	}
@@ -391,10 +390,5 @@ func (e *execution) finish(ctx context.Context, state string, result []byte, rea
 
 func (e *execution) finishOnce(ctx context.Context, state string, result []byte, reason string) (sql.Result, error) {
 	return e.exec(ctx, &e.queries.finish,
-		state, result, sql.NullString{String: cut(reason), Valid: reason != ""}, e.key, e.token)
-}
-
-// cut makes s fit for any text column.
-func cut(s string) string {
-	return text.Cut(strings.ReplaceAll(strings.ToValidUTF8(s, "\ufffd"), "\x00", "\ufffd"))
+		state, result, sql.NullString{String: text.Cut(reason), Valid: reason != ""}, e.key, e.token)
 }

@@ -33,8 +33,8 @@ const statementLimit = 5 * time.Second
 // It asks the database whether the table is there: see [Migrate] and [Schema]. ctx
 // bounds that. Closing db ends the ledger.
 //
-// It returns [ErrInvalidOption], naming every wrong argument and option, and pools
-// that could wait for themselves; [deduplicator.ErrUnavailable]; or [ErrSchema],
+// It returns [ErrInvalidOption], naming every wrong argument and option, pools that
+// could wait for themselves, and connections with autocommit off; [deduplicator.ErrUnavailable]; or [ErrSchema],
 // naming what is missing and how to create it.
 func New(ctx context.Context, store deduplicator.Store, db *sql.DB, dialect deduplicator.Dialect, opts ...Option) (*Ledger, error) {
 	cfg, err := newConfig(dialect, opts)
@@ -52,6 +52,12 @@ func New(ctx context.Context, store deduplicator.Store, db *sql.DB, dialect dedu
 		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, err)
 	}
 	if err := sqldb.Ping(ctx, db); err != nil {
+		return nil, fmt.Errorf("%w: %w", deduplicator.ErrUnavailable, err)
+	}
+	switch err := sqldb.CheckAutocommit(ctx, db, dialect); {
+	case errors.Is(err, sqldb.ErrNoAutocommit):
+		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, err)
+	case err != nil:
 		return nil, fmt.Errorf("%w: %w", deduplicator.ErrUnavailable, err)
 	}
 	if dialect == deduplicator.SQLite {

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqldb"
+	"github.com/seed-2f56a981/watermill-idempotent/internal/text"
 )
 
 // UnknownEffect is an effect of which nobody knows whether it took place.
@@ -71,7 +72,7 @@ func (l *Ledger) Resolve(ctx context.Context, unknown UnknownEffect, answer Answ
 		return nil
 	}
 	resolved, err := l.changed(l.exec(ctx, &sqldb.Statement{Text: l.queries.resolve},
-		state, result, sql.NullString{String: cut(reason), Valid: reason != ""}, rand.Text(),
+		state, result, sql.NullString{String: text.Cut(reason), Valid: reason != ""}, rand.Text(),
 		unknown.Key, unknown.token))
 	if err != nil {
 		return fmt.Errorf("ledger: resolve effect: %w", err)

@@ -112,13 +112,15 @@ func newConfig(dialect deduplicator.Dialect, opts []Option) (*config, error) {
 }
 
 func (c *config) validate() error {
-	errs := []error{c.dialect.Validate(), sqldb.CheckTable("WithTable", c.table)}
+	errs := []error{c.dialect.Validate(), sqldb.CheckTable("WithTable", c.table), sqldb.CheckDuration("WithLease", c.lease, MinLease)}
+	if c.keep != nil {
+		errs = append(errs, sqldb.CheckDuration("WithRetention", *c.keep, 0)) // the store has the least
+	}
 	check := func(ok bool, format string, args ...any) {
 		if !ok {
 			errs = append(errs, fmt.Errorf(format, args...))
 		}
 	}
-	check(c.lease >= MinLease, "WithLease: %v is under the least, %v", c.lease, MinLease)
 	check(c.codec != nil, "WithCodec: codec is nil")
 	check(c.maxResult >= 1 && c.maxResult <= MaxMaxResult, "WithMaxResult: %d is not 1 to %d", c.maxResult, MaxMaxResult)
 	check(c.handlers == nil || *c.handlers >= 1, "WithSharedPool: %d handlers is under the least, 1", deref(c.handlers))

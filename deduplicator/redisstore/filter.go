@@ -2,6 +2,7 @@ package redisstore
 
 import (
 	"context"
+	"database/sql"
 	"errors"
 	"fmt"
 	"sync/atomic"
@@ -86,6 +87,24 @@ func (f *Filter) ForgetAttempts(ctx context.Context, claim deduplicator.Claim) {
 	}
 }
 
+// Retention asks the store, for package ledger.
+func (f *Filter) Retention() (time.Duration, bool) {
+	if store, ok := f.store.(interface{ Retention() (time.Duration, bool) }); ok {
+		return store.Retention()
+	}
+	return 0, false
+}
+
+// Database asks the store, for package ledger; nil if it is not on database/sql.
+func (f *Filter) Database() (*sql.DB, deduplicator.Dialect) {
+	if store, ok := f.store.(interface {
+		Database() (*sql.DB, deduplicator.Dialect)
+	}); ok {
+		return store.Database()
+	}
+	return nil, ""
+}
+
 // Process implements [deduplicator.Store].
 func (f *Filter) Process(ctx context.Context, claim deduplicator.Claim, work deduplicator.Work) (deduplicator.Result, error) {
 	if store, ok := f.store.(interface {
@@ -104,13 +123,16 @@ func (f *Filter) Process(ctx context.Context, claim deduplicator.Claim, work ded
 	if state(value) == done {
 		return known(claim, value)
 	}
-	result, err := f.store.Process(ctx, claim, work)
-	// A duplicate does not say with which fingerprint it is stored.
-	if err == nil && result.Outcome == deduplicator.Processed {
-		value := string(done)
-		if len(result.Outputs) > 0 {
+	value = string(done)
+	result, err := f.store.Process(ctx, claim, func(ctx context.Context) ([]deduplicator.Output, error) {
+		outputs, err := work(ctx)
+		if value = string(done); len(outputs) > 0 {
 			value = string(stored)
 		}
+		return outputs, err
+	})
+	// A duplicate does not say with which fingerprint it is stored.
+	if err == nil && result.Outcome == deduplicator.Processed {
 		f.ask(context.WithoutCancel(ctx), func(ctx context.Context) error {
 			return f.client.Set(ctx, key, value+string(claim.Fingerprint), f.ttl).Err()
 		})

@@ -127,7 +127,7 @@ func checkClient(client redis.UniversalClient) error {
 	return nil
 }
 
-// ping bounds the question whether Redis is there.
+// pingTimeout bounds the question whether Redis is there.
 const pingTimeout = 5 * time.Second
 
 func ping(ctx context.Context, client redis.UniversalClient) error {

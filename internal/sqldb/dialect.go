@@ -133,6 +133,17 @@ func ContextWithoutTx(ctx context.Context) context.Context {
 // WithoutTx reports whether ctx has the mark of [ContextWithoutTx].
 func WithoutTx(ctx context.Context) bool { return ctx.Value(noTxKey{}) != nil }
 
+type uncountedKey struct{}
+
+// ContextUncounted returns ctx for a claim with a key that is never claimed again, of
+// which a count of attempts would be left behind.
+func ContextUncounted(ctx context.Context) context.Context {
+	return context.WithValue(ctx, uncountedKey{}, true)
+}
+
+// Uncounted reports whether ctx is one of [ContextUncounted].
+func Uncounted(ctx context.Context) bool { return ctx.Value(uncountedKey{}) != nil }
+
 // CheckColumns returns an error that names each of table's columns that can't
 // be read. hint says how to create what is missing.
 func CheckColumns(ctx context.Context, db *sql.DB, d Dialect, table, hint string, columns ...string) error {

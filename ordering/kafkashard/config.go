@@ -113,6 +113,9 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
+// maxTimeout keeps the sum of two timeouts from overflowing, which would end Close at once.
+const maxTimeout = 365 * 24 * time.Hour
+
 func (c Config) validate() error {
 	var problems []error
 	require := func(ok bool, field string, value any, bound string) {
@@ -136,7 +139,7 @@ func (c Config) validate() error {
 		field string
 		value time.Duration
 	}{{"DialTimeout", c.DialTimeout}, {"PublishTimeout", c.PublishTimeout}, {"DrainTimeout", c.DrainTimeout}} {
-		require(d.value >= 0, d.field, d.value, "positive, or 0 for the default")
+		require(d.value >= 0 && d.value <= maxTimeout, d.field, d.value, fmt.Sprintf("positive and at most %v, or 0 for the default", maxTimeout))
 	}
 	return errors.Join(problems...)
 }

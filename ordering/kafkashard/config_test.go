@@ -3,6 +3,7 @@ package kafkashard_test
 import (
 	"context"
 	"errors"
+	"math"
 	"net"
 	"strings"
 	"testing"
@@ -37,6 +38,7 @@ func TestOpenRefusesConfig(t *testing.T) {
 		"dial timeout":     {func(c *kafkashard.Config) { c.DialTimeout = -time.Second }, []string{"DialTimeout is -1s", "positive"}},
 		"publish timeout":  {func(c *kafkashard.Config) { c.PublishTimeout = -1 }, []string{"PublishTimeout is -1ns", "positive"}},
 		"drain timeout":    {func(c *kafkashard.Config) { c.DrainTimeout = -1 }, []string{"DrainTimeout is -1ns", "positive"}},
+		"drain for ever":   {func(c *kafkashard.Config) { c.DrainTimeout = math.MaxInt64 }, []string{"DrainTimeout is 2562047h", "at most 8760h0m0s"}},
 		"version": {
 			override(func(c *sarama.Config) { c.Version = sarama.V2_7_0_0 }),
 			[]string{"Version to 2.7.0", "2.8.0"},

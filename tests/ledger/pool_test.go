@@ -3,6 +3,7 @@ package ledger_test
 import (
 	"context"
 	"database/sql"
+	"math"
 	"os"
 	"path/filepath"
 	"sync"
@@ -10,10 +11,12 @@ import (
 	"testing"
 	"time"
 
+	"github.com/redis/go-redis/v9"
 	"github.com/stretchr/testify/require"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator/ledger"
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator/redisstore"
 	"github.com/seed-2f56a981/watermill-idempotent/internal/sqlhook"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
@@ -45,6 +48,31 @@ func TestPoolsAreRefusedB91(t *testing.T) {
 			}
 		})
 	}
+}
+
+// B91: the store behind a filter is the one whose pool and file the handlers use. Redis
+// is not asked here.
+func TestStoreBehindAFilterB91(t *testing.T) {
+	t.Parallel()
+	client := redis.NewClient(&redis.Options{Addr: "127.0.0.1:1", ContextTimeoutEnabled: true})
+	t.Cleanup(func() { require.NoError(t, client.Close()) })
+	refused := func(text string, d testdb.Driver) {
+		t.Helper()
+		k := newKit(t, d)
+		store, err := deduplicator.NewSQLStore(t.Context(), k.storeDB, d.Dialect, deduplicator.WithRetention(time.Hour))
+		require.NoError(t, err)
+		filter, err := redisstore.NewFilter(store, client, "ns")
+		require.NoError(t, err)
+		_, err = ledger.New(t.Context(), filter, k.storeDB, d.Dialect)
+		require.ErrorIs(t, err, ledger.ErrInvalidOption)
+		require.ErrorContains(t, err, text)
+		own, err := ledger.New(t.Context(), filter, k.db, d.Dialect)
+		require.NoError(t, err)
+		_, err = own.Clean(t.Context())
+		require.NoError(t, err, "it has the store's retention")
+	}
+	refused("db is the store's pool, which has", testdb.PGX)
+	refused("db is the store's pool, which has", testdb.SQLite)
 }
 
 // On SQLite the handler's transaction locks its file, so the ledger needs another.
@@ -143,6 +171,7 @@ func TestNewRefusesOptions(t *testing.T) {
 	for text, opts := range map[string][]ledger.Option{
 		`WithTable: table name "a b"`:    {ledger.WithTable("a b")},
 		"WithLease: 99ms is under":       {ledger.WithLease(99 * time.Millisecond)},
+		"854775807s is over the most, ":  {ledger.WithRetention(math.MaxInt64)},
 		"WithCodec: codec is nil":        {ledger.WithCodec(nil)},
 		"WithMaxResult: 0 is not 1 to":   {ledger.WithMaxResult(0)},
 		"WithMaxResult: 8388609 is not":  {ledger.WithMaxResult(ledger.MaxMaxResult + 1)},

@@ -499,6 +499,29 @@ func TestOutputsOfReleasedMessages(t *testing.T) {
 	})
 }
 
+// A pass ends with a transaction that finds nothing, whose claim is never made again. A
+// count of its attempts would stay for ever.
+func TestReleaserLeavesNoAttempts(t *testing.T) {
+	t.Parallel()
+	k := newKit(t, testdb.SQLite, ordering.WithReleaseBatch(1))
+	for _, entity := range []string{"a", "b"} {
+		k.sendAs(entity, 0, 2, deferred)
+		k.sendAs(entity, 0, 3, deferred)
+		k.sendAs(entity, 0, 4, deferred)
+		k.sendAs(entity, 0, 1, processed, released)
+	}
+	store, err := deduplicator.NewSQLStore(t.Context(), k.db, deduplicator.SQLite, deduplicator.WithMaxAttempts(9))
+	require.NoError(t, err)
+	releaser, err := middleware.NewReleaser(store, k.sequence, middleware.ReleaserConfig{Consumer: consumer, Handler: k.handle})
+	require.NoError(t, err)
+	require.NoError(t, releaser.Release(t.Context()))
+	var parked, attempts int
+	require.NoError(t, k.db.QueryRowContext(t.Context(), "SELECT COUNT(*) FROM parked_messages").Scan(&parked))
+	require.NoError(t, k.db.QueryRowContext(t.Context(), "SELECT COUNT(*) FROM message_attempts").Scan(&attempts))
+	require.Zero(t, parked)
+	require.Zero(t, attempts)
+}
+
 // What the publisher refuses for good holds up its entity, and only that.
 func TestRefusedOutputsOfReleasedMessages(t *testing.T) {
 	t.Parallel()

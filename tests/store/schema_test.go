@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/deduplicator/ledger"
 	"github.com/seed-2f56a981/watermill-idempotent/middleware"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
@@ -38,7 +39,7 @@ func works(t *testing.T, store deduplicator.Store) {
 		})
 		require.NoError(t, err)
 		require.Equal(t, want, result.Outcome)
-		require.Len(t, result.Outputs, 1)
+		require.Equal(t, want == deduplicator.Duplicate, len(result.Outputs) == 1)
 	}
 }
 
@@ -337,6 +338,23 @@ func TestServerThatDoesNotAnswer(t *testing.T) {
 		_, err = deduplicator.NewSQLStore(t.Context(), db, testdb.SQLite.Dialect)
 		require.ErrorIs(t, err, deduplicator.ErrUnavailable)
 	})
+}
+
+// Without autocommit nothing that is written outside of a transaction would be
+// durable: an effect of the ledger would be called again.
+func TestAutocommitOffIsRefused(t *testing.T) {
+	t.Parallel()
+	database := testdb.Create(t, testdb.MySQL)
+	db := database.Open(t)
+	migrate(t, db, testdb.MySQL)
+	require.NoError(t, ledger.Migrate(t.Context(), db, deduplicator.MySQL))
+	off := database.With(t, "autocommit", "0").Open(t)
+	_, err := deduplicator.NewSQLStore(t.Context(), off, deduplicator.MySQL)
+	require.ErrorIs(t, err, deduplicator.ErrInvalidOption)
+	require.ErrorContains(t, err, "autocommit")
+	_, err = ledger.New(t.Context(), newStore(t, db, testdb.MySQL), off, deduplicator.MySQL)
+	require.ErrorIs(t, err, ledger.ErrInvalidOption)
+	require.ErrorContains(t, err, "autocommit")
 }
 
 // isolated returns the database with connections that are at a level by themselves.

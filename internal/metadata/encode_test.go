@@ -1,11 +1,11 @@
-package deduplicator_test
+package metadata_test
 
 import (
 	"maps"
 	"strings"
 	"testing"
 
-	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/internal/metadata"
 )
 
 // Metadata comes back as it was, whatever bytes it holds.
@@ -17,20 +17,20 @@ func FuzzMetadata(f *testing.F) {
 	f.Add("a", "\x00", "binary:", "binary:[]")
 	f.Add("<", "& \u2028", `"`, `\u0041`)
 	f.Fuzz(func(t *testing.T, k1, v1, k2, v2 string) {
-		metadata := map[string]string{k1: v1, k2: v2}
-		got, err := deduplicator.DecodeMetadata(deduplicator.EncodeMetadata(metadata))
-		if err != nil || !maps.Equal(got, metadata) {
-			t.Errorf("%q came back as %q, %v", metadata, got, err)
+		fields := map[string]string{k1: v1, k2: v2}
+		got, err := metadata.Decode(metadata.Encode(fields))
+		if err != nil || !maps.Equal(got, fields) {
+			t.Errorf("%q came back as %q, %v", fields, got, err)
 		}
 	})
 }
 
 func TestMetadataOfNothing(t *testing.T) {
 	t.Parallel()
-	for _, metadata := range []map[string]string{nil, {}} {
-		got, err := deduplicator.DecodeMetadata(deduplicator.EncodeMetadata(metadata))
+	for _, fields := range []map[string]string{nil, {}} {
+		got, err := metadata.Decode(metadata.Encode(fields))
 		if err != nil || got == nil || len(got) != 0 {
-			t.Errorf("%#v came back as %#v, %v; want an empty map that can be written to", metadata, got, err)
+			t.Errorf("%#v came back as %#v, %v; want an empty map that can be written to", fields, got, err)
 		}
 	}
 }
@@ -38,7 +38,7 @@ func TestMetadataOfNothing(t *testing.T) {
 func TestMetadataThatIsDamaged(t *testing.T) {
 	t.Parallel()
 	for _, encoded := range []string{"", "x", "{", `{"a":1}`, `["secret"]`, "binary:", "binary:{}", `binary:[["!","!"]]`} {
-		_, err := deduplicator.DecodeMetadata([]byte(encoded))
+		_, err := metadata.Decode([]byte(encoded))
 		if err == nil {
 			t.Errorf("%q was accepted", encoded)
 		} else if strings.Contains(err.Error(), "secret") {
