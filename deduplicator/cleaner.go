@@ -117,7 +117,7 @@ func NewCleaner(store *SQLStore, opts ...CleanerOption) (*Cleaner, error) {
 }
 
 func (c *Cleaner) validate() error {
-	errs := []error{checkInterval(c.interval)}
+	errs := []error{checkInterval(c.interval), sqldb.CheckDuration("WithCleanBatch: pause", c.pause, 0)}
 	if c.store == nil {
 		errs = append(errs, errors.New("store is nil"))
 	} else if c.store.config.retention == nil {
@@ -125,9 +125,6 @@ func (c *Cleaner) validate() error {
 	}
 	if c.batch < 1 || c.batch > MaxCleanBatch {
 		errs = append(errs, fmt.Errorf("WithCleanBatch: %d rows is not from 1 to %d", c.batch, MaxCleanBatch))
-	}
-	if c.pause < 0 {
-		errs = append(errs, fmt.Errorf("WithCleanBatch: pause %v is negative", c.pause))
 	}
 	if c.observe == nil {
 		errs = append(errs, errors.New("WithCleanObserver: function is nil"))

@@ -167,18 +167,16 @@ func NewRelay(store *SQLStore, pub message.Publisher, opts ...RelayOption) (*Rel
 }
 
 func (r *Relay) validate() error {
-	errs := []error{checkInterval(r.interval)}
+	errs := []error{
+		checkInterval(r.interval),
+		sqldb.CheckDuration("WithMinAge", r.minAge, MinMinAge),
+		sqldb.CheckDuration("WithPublishTimeout", r.timeout, MinPublishTimeout),
+	}
 	if r.store == nil {
 		errs = append(errs, errors.New("store is nil"))
 	}
 	if r.pub == nil {
 		errs = append(errs, errors.New("publisher is nil"))
-	}
-	if r.minAge < MinMinAge {
-		errs = append(errs, fmt.Errorf("WithMinAge: %v is under the least, %v", r.minAge, MinMinAge))
-	}
-	if r.timeout < MinPublishTimeout {
-		errs = append(errs, fmt.Errorf("WithPublishTimeout: %v is under the least, %v", r.timeout, MinPublishTimeout))
 	}
 	if r.only && len(r.consumers) == 0 {
 		errs = append(errs, errors.New("WithConsumers: no names; leave it out for all consumers"))
@@ -426,6 +424,7 @@ func partition(output Output) [2]string {
 	return [2]string{output.Topic, output.Metadata[metadata.PartitionKey]}
 }
 
+// outputs returns those of a claim that can be read, also with errDamaged.
 func (p *relayPass) outputs(ctx context.Context, key string) ([]Output, error) {
 	rows, err := p.store.db.QueryContext(ctx, p.queries.outputs, p.consumer, key)
 	if err != nil {
@@ -433,18 +432,22 @@ func (p *relayPass) outputs(ctx context.Context, key string) ([]Output, error) {
 	}
 	defer rows.Close() //nolint:errcheck // rows.Err has the error of reading
 	var outputs []Output
+	var damaged error
 	for rows.Next() {
 		var row storedOutput
 		if err := rows.Scan(&row.topic, &row.uuid, &row.metadata, &row.payload); err != nil {
 			return nil, err
 		}
-		output, err := row.output()
-		if err != nil {
-			return nil, err
+		if output, err := row.output(); err != nil {
+			damaged = err
+		} else {
+			outputs = append(outputs, output)
 		}
-		outputs = append(outputs, output)
 	}
-	return outputs, rows.Err()
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	return outputs, damaged
 }
 
 // publishAll publishes in order, as many messages at a time as go to one topic.

@@ -5,6 +5,7 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"math"
 	"strings"
 	"sync"
 	"testing"
@@ -47,6 +48,7 @@ func TestCleanerOptions(t *testing.T) {
 		{name: "all wrong", want: []string{"store is nil", "WithCleanBatch: 0 rows", "-1ns", "WithInterval: 9ms", "10ms", "WithCleanObserver"}, opts: []deduplicator.CleanerOption{
 			deduplicator.WithCleanBatch(0, -1), deduplicator.WithInterval(9 * time.Millisecond), deduplicator.WithCleanObserver(nil),
 		}},
+		{name: "pause", store: store, opts: []deduplicator.CleanerOption{deduplicator.WithCleanBatch(1, math.MaxInt64)}, want: []string{"pause: 2562047h47m16.854775807s is over the most"}},
 		{name: "batch", store: store, opts: []deduplicator.CleanerOption{deduplicator.WithCleanBatch(100_001, 0)}, want: []string{"100001", "100000"}},
 	} {
 		_, err := deduplicator.NewCleaner(tt.store, tt.opts...)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math"
 	"os"
 	osexec "os/exec"
 	"slices"
@@ -129,6 +130,9 @@ func TestRelayOptions(t *testing.T) {
 	} {
 		require.ErrorContains(t, err, part)
 	}
+	_, err = deduplicator.NewRelay(store, &broker{}, deduplicator.WithMinAge(math.MaxInt64), deduplicator.WithPublishTimeout(math.MaxInt64))
+	require.ErrorContains(t, err, "WithMinAge: 2562047h47m16.854775807s is over the most, 438000h0m0s")
+	require.ErrorContains(t, err, "WithPublishTimeout: 2562047h47m16.854775807s is over the most")
 	_, err = deduplicator.NewRelay(store, &broker{}, deduplicator.WithConsumers())
 	require.ErrorIs(t, err, deduplicator.ErrInvalidOption)
 	require.ErrorContains(t, err, "WithConsumers: no names")
@@ -605,6 +609,29 @@ func TestRefusedOutputHoldsUpItsPartition(t *testing.T) {
 		refuse = false
 		require.Equal(t, 3, flush(t, relay).Claims)
 		require.Equal(t, []string{"1-0", "4-0", "5-0", "6-0", "0-0", "2-0", "3-0"}, broker.uuids())
+	})
+}
+
+// An output that can't be read holds up its claim, and with it the partitions of the
+// claim's other outputs.
+func TestDamagedOutputHoldsUpItsClaim(t *testing.T) {
+	t.Parallel()
+	each(t, testdb.Servers, func(t *testing.T, d testdb.Driver) {
+		db, store := open(t, d)
+		for i, entities := range [][]string{{"a", "b"}, {"a"}, {"c"}} {
+			output := outputs(fmt.Sprint(i), len(entities))
+			for j, entity := range entities {
+				output[j].Metadata[ordering.PartitionKeyMetadata] = entity
+			}
+			process(t, store, claimOf(fmt.Sprint(i)), output...)
+		}
+		age(t, db, d)
+		exec(t, db, "UPDATE produced_messages SET metadata = '{' WHERE uuid = '0-1'")
+		broker := &broker{}
+		result, err := newRelay(t, store, broker).Flush(t.Context())
+		require.ErrorContains(t, err, "damaged")
+		require.Equal(t, 2, result.Failed)
+		require.Equal(t, []string{"2-0"}, broker.uuids())
 	})
 }
 
