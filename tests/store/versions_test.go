@@ -267,16 +267,16 @@ func TestRequireApplied(t *testing.T) {
 	t.Parallel()
 	each(t, testdb.All, func(t *testing.T, d testdb.Driver) {
 		db := testdb.Open(t, d)
-		exec(t, db, "CREATE TABLE orders (id integer PRIMARY KEY, status varchar(20) NOT NULL, version bigint NOT NULL)")
+		exec(t, db, "CREATE TABLE orders (id integer PRIMARY KEY, status varchar(20) NOT NULL, versi bigint NOT NULL)")
 		exec(t, db, "INSERT INTO orders VALUES (1, 'new', -1)")
 		update := func(id int, status string, version int64) error {
 			return inTx(t, db, nil, func(tx *sql.Tx) error {
 				if d.Dialect == deduplicator.PostgreSQL {
 					return ordering.RequireApplied(tx.ExecContext(t.Context(),
-						`UPDATE orders SET status = $2, version = $3 WHERE id = $1 AND version < $3`, id, status, version))
+						`UPDATE orders SET status = $2, versi = $3 WHERE id = $1 AND versi < $3`, id, status, version))
 				}
 				return ordering.RequireApplied(tx.ExecContext(t.Context(),
-					`UPDATE orders SET status = ?, version = ? WHERE id = ? AND version < ?`, status, version, id, version))
+					`UPDATE orders SET status = ?, versi = ? WHERE id = ? AND versi < ?`, status, version, id, version))
 			})
 		}
 		require.NoError(t, update(1, "paid", 0))
