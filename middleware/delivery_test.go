@@ -668,4 +668,20 @@ func TestLogObserver(t *testing.T) {
 	if strings.Contains(line, "quiet") {
 		t.Error("processed messages are logged at info")
 	}
+	cancelled, cancel := context.WithCancel(t.Context())
+	cancel()
+	for _, tt := range []struct {
+		ctx  context.Context
+		err  error
+		want string
+	}{
+		{cancelled, fmt.Errorf("query: %w", context.Canceled), "level=INFO"},
+		{cancelled, errors.New("boom"), "level=ERROR"},
+		{t.Context(), context.Canceled, "level=ERROR"}, // the handler's own context
+	} {
+		text.Reset()
+		if observe(tt.ctx, middleware.Event{Outcome: middleware.Failed, Err: tt.err}); !strings.Contains(text.String(), tt.want) {
+			t.Errorf("%v: %s, want %s", tt.err, text.String(), tt.want)
+		}
+	}
 }

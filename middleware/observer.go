@@ -101,7 +101,8 @@ func WithObserver(observers ...Observer) Link {
 // LogObserver returns an Observer that writes one line per event to logger: with
 // level debug for Processed and Released; info for Duplicate, Stale, Deferred and
 // EntityReset; warn for Retried, InFlight, ProducerGap and GapSkipped; error for the
-// rest. Lines have the message's UUID, its key and its entity, which are ids, and the
+// rest, but info for Failed where the message was taken away from its handler, as by a
+// close or a rebalance: its context is cancelled, and it comes again. Lines have the message's UUID, its key and its entity, which are ids, and the
 // error's text, each cut to 1 KiB, never its payload or other metadata.
 func LogObserver(logger *slog.Logger) Observer {
 	levels := map[Outcome]slog.Level{
@@ -124,6 +125,9 @@ func LogObserver(logger *slog.Logger) Observer {
 	}
 	return func(ctx context.Context, e Event) {
 		level := levels[e.Outcome]
+		if e.Outcome == Failed && errors.Is(ctx.Err(), context.Canceled) && errors.Is(e.Err, context.Canceled) {
+			level = slog.LevelInfo
+		}
 		if !logger.Enabled(ctx, level) {
 			return
 		}
