@@ -127,7 +127,7 @@ func (d *deduplicate) middleware(h message.HandlerFunc) message.HandlerFunc {
 				message.HandlerNameFromCtx(ctx), topic, deduplicator.ErrNoTransaction)
 		}
 		state := deliveryFrom(ctx)
-		claim, err := d.claim(ctx, msg, state.unknown)
+		claim, err := d.claim(ctx, msg, state)
 		if err != nil {
 			state.claim = claim
 			return nil, err
@@ -222,7 +222,12 @@ type parkedInside struct{ reason string }
 
 func (e *parkedInside) Error() string { return e.reason }
 
-func (d *deduplicate) claim(ctx context.Context, msg *message.Message, unknown bool) (deduplicator.Claim, error) {
+func (d *deduplicate) claim(ctx context.Context, msg *message.Message, state *delivery) (deduplicator.Claim, error) {
+	if state.runs > 0 { // a handler may have changed the payload's bytes, which are not given back
+		claim := state.claim
+		claim.Redelivered = claim.Redelivered || state.unknown
+		return claim, nil
+	}
 	handler := message.HandlerNameFromCtx(ctx)
 	consumer := cmp.Or(d.consumer, handler)
 	if consumer == "" {
@@ -238,7 +243,7 @@ func (d *deduplicate) claim(ctx context.Context, msg *message.Message, unknown b
 	if key == "" {
 		return deduplicator.Claim{}, Permanent(deduplicator.ErrNoKey)
 	}
-	claim := deduplicator.Claim{Consumer: consumer, Key: key, Redelivered: unknown || msg.Metadata.Get(metadata.Redelivered) == "true"}
+	claim := deduplicator.Claim{Consumer: consumer, Key: key, Redelivered: state.unknown || msg.Metadata.Get(metadata.Redelivered) == "true"}
 	if claim.Time, err = d.time(msg); err != nil {
 		return claim, Permanent(err)
 	}

@@ -562,6 +562,24 @@ func TestMessageIsGivenBack(t *testing.T) {
 	})
 }
 
+// The bytes of the payload are not given back, so their fingerprint is taken once.
+func TestPayloadIsChangedInPlace(t *testing.T) {
+	t.Parallel()
+	calls := 0
+	run(t, full, func(msg *message.Message) ([]*message.Message, error) {
+		msg.Payload[0] = 'x'
+		if calls++; calls == 1 {
+			return nil, errors.New("again")
+		}
+		return nil, nil
+	}, func(b *bench) {
+		b.deliver(t, newMessage("a", "1"))
+		b.until(func() bool { return slices.Contains(b.events.outcomes(), middleware.Processed) })
+		b.deliver(t, newMessage("a", "1"))
+		want(t, "outcomes", b.events.outcomes(), []middleware.Outcome{"retried", "processed", "duplicate"})
+	})
+}
+
 // A handler that returns its own message, changed: what is published is what is
 // stored, at the first time and after a publish that failed.
 func TestHandlerReturnsItsMessage(t *testing.T) {
