@@ -3,7 +3,6 @@ package deduplicator
 import (
 	"context"
 	"database/sql"
-	"fmt"
 	"strconv"
 	"strings"
 	"time"
@@ -38,7 +37,7 @@ type queries struct {
 	forgetAttempts string
 }
 
-func newQueries(c *config, mariaDB bool) queries {
+func newQueries(c *config, s server) queries {
 	processed, produced := c.dialect.Quote(c.processed), c.dialect.Quote(c.produced)
 	now := c.dialect.Now()
 	insert := "INSERT INTO " + processed + " (consumer_name, message_key, fingerprint, processed_at) "
@@ -50,16 +49,16 @@ func newQueries(c *config, mariaDB bool) queries {
 		// for a known one, with clientFoundRows and without (MySQL manual,
 		// "INSERT ... ON DUPLICATE KEY UPDATE"). The caller rolls it back.
 		q.claim.Text = insert + "VALUES (?, ?, ?, " + now + ") ON DUPLICATE KEY UPDATE processed_at = processed_at + INTERVAL 1 SECOND"
-		if mariaDB {
+		if s.mariaDB {
 			seconds := strconv.Itoa(int((c.claimTimeout + time.Second - 1) / time.Second))
 			q.claim.Text = "SET STATEMENT innodb_lock_wait_timeout = " + seconds + " FOR " + q.claim.Text
 		}
 		// MySQL's SET_VAR hint does not apply to that variable ("Server System
 		// Variables"), and setting it for the session costs two round trips.
-		q.unboundedClaim = !mariaDB
+		q.unboundedClaim = !s.mariaDB && s.lockWait > c.claimTimeout
 	case PostgreSQL, SQLite:
 		// A lock_timeout around this statement alone costs PostgreSQL 20 µs.
-		q.unboundedClaim = c.dialect == PostgreSQL
+		q.unboundedClaim = c.dialect == PostgreSQL && (s.lockWait == 0 || s.lockWait > c.claimTimeout)
 		q.claim.Text = insert + "VALUES (?, ?, ?, " + now + ") ON CONFLICT (consumer_name, message_key) DO NOTHING"
 	}
 	q.claim.Text = c.dialect.Rebind(q.claim.Text)
@@ -112,59 +111,4 @@ func (s *SQLStore) insertOutputs(ctx context.Context, tx *sql.Tx, claim Claim, o
 		}
 	}
 	return nil
-}
-
-const readUncommitted = "read uncommitted"
-
-// defaultIsolation asks for the level of transactions that don't say one, in small letters.
-func (c *config) defaultIsolation(ctx context.Context, db *sql.DB) (level string, err error) {
-	switch c.dialect {
-	case PostgreSQL:
-		err = db.QueryRowContext(ctx, "SHOW default_transaction_isolation").Scan(&level)
-	case MySQL: // the first of the names is MariaDB's and that of MySQL before 8
-		var name string
-		err = db.QueryRowContext(ctx, "SHOW VARIABLES WHERE Variable_name IN ('tx_isolation', 'transaction_isolation')").Scan(&name, &level)
-		level = strings.ToLower(strings.ReplaceAll(level, "-", " "))
-	case SQLite:
-		var dirty bool
-		err = db.QueryRowContext(ctx, "PRAGMA read_uncommitted").Scan(&dirty)
-		if dirty {
-			level = readUncommitted
-		}
-	}
-	return level, err
-}
-
-// txOptions are those of every transaction: nil where the isolation level is the
-// one that transactions have anyway, since drivers spend a round trip or the server
-// some parsing on it.
-//
-// Connections that read what is not committed yet are refused: the claim of a
-// message that is in work would make its redelivery a duplicate, and be lost with
-// it when the work fails. PostgreSQL never does.
-func (c *config) txOptions(ctx context.Context, db *sql.DB) (*sql.TxOptions, error) {
-	level, err := c.defaultIsolation(ctx, db)
-	switch {
-	case err != nil:
-		return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
-	case level == readUncommitted && c.dialect != PostgreSQL:
-		return nil, fmt.Errorf("%w: the connections of db are at read uncommitted", ErrInvalidOption)
-	case c.dialect == SQLite: // it has one level, and drivers refuse to be told
-		return nil, nil
-	case level == strings.ToLower(c.isolation.String()):
-		return nil, nil
-	}
-	return &sql.TxOptions{Isolation: c.isolation}, nil
-}
-
-// lockWait asks for how long the server lets a statement of db's connections wait for
-// a lock; 0 is without end.
-func (c *config) lockWait(ctx context.Context, db *sql.DB) (time.Duration, error) {
-	query, unit := "SELECT setting::bigint FROM pg_settings WHERE name = 'lock_timeout'", time.Millisecond
-	if c.dialect == MySQL {
-		query, unit = "SELECT @@innodb_lock_wait_timeout", time.Second
-	}
-	var wait int64
-	err := db.QueryRowContext(ctx, query).Scan(&wait)
-	return time.Duration(wait) * unit, err
 }

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -56,32 +55,11 @@ func NewSQLStore(ctx context.Context, db *sql.DB, dialect Dialect, opts ...Optio
 	if err := cfg.check(ctx, db); err != nil {
 		return nil, err
 	}
-	switch err := sqldb.CheckAutocommit(ctx, db, dialect); {
-	case errors.Is(err, sqldb.ErrNoAutocommit):
-		return nil, fmt.Errorf("%w: %w", ErrInvalidOption, err)
-	case err != nil:
-		return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
-	}
-	s := &SQLStore{db: db, config: cfg, known: newKnownKeys(cfg.knownKeys)}
-	if s.txOptions, err = cfg.txOptions(ctx, db); err != nil {
+	srv, err := cfg.inspect(ctx, db)
+	if err != nil {
 		return nil, err
 	}
-	mariaDB := false
-	if dialect == MySQL {
-		var version string
-		if err := db.QueryRowContext(ctx, "SELECT VERSION()").Scan(&version); err != nil {
-			return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
-		}
-		mariaDB = strings.Contains(version, "MariaDB")
-	}
-	s.queries = newQueries(cfg, mariaDB)
-	if s.queries.unboundedClaim {
-		wait, err := cfg.lockWait(ctx, db)
-		if err != nil {
-			return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
-		}
-		s.queries.unboundedClaim = wait == 0 || wait > cfg.claimTimeout
-	}
+	s := &SQLStore{db: db, config: cfg, queries: newQueries(cfg, srv), txOptions: srv.txOptions, known: newKnownKeys(cfg.knownKeys)}
 	if err := sqldb.Prepare(ctx, db, dialect, &s.queries.claim, &s.queries.stored, &s.queries.insertOne, &s.queries.forgetOne); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
 	}

@@ -155,12 +155,12 @@ func CheckColumns(ctx context.Context, db *sql.DB, d Dialect, table, hint string
 		return errors.Join(rows.Err(), rows.Close())
 	}
 	if err := probe("1"); err != nil {
-		return fmt.Errorf("table %s: %w", table, d.explain(err, hint))
+		return fmt.Errorf("table %s: %w", table, d.Explain(err, hint))
 	}
 	var errs []error
 	for _, column := range columns {
 		if err := probe(column); err != nil {
-			errs = append(errs, fmt.Errorf("table %s, column %s: %w", table, column, d.explain(err, hint)))
+			errs = append(errs, fmt.Errorf("table %s, column %s: %w", table, column, d.Explain(err, hint)))
 		}
 	}
 	return errors.Join(errs...)
@@ -196,7 +196,7 @@ func Apply(ctx context.Context, db *sql.DB, d Dialect, script string) error {
 	if err := Ping(ctx, db); err != nil {
 		return err
 	}
-	return d.explain(Retry(ctx, applyLimit, func() error { return apply(ctx, db, d, script) }), "")
+	return d.Explain(Retry(ctx, applyLimit, func() error { return apply(ctx, db, d, script) }), "")
 }
 
 // pingLimit is how long a server may take for its first answer, whatever the

@@ -46,9 +46,9 @@ func LockTimeout(err error) bool {
 	})
 }
 
-// explain adds to err what is to be done: hint if a table or column is missing, and
+// Explain adds to err what is to be done: hint if a table or column is missing, and
 // nothing about that if it is another failure, or comes from another database than d.
-func (d Dialect) explain(err error, hint string) error {
+func (d Dialect) Explain(err error, hint string) error {
 	from, missing := Dialect(""), false
 	walk(err, func(e error) bool {
 		switch state, number, code := codes(e); {

@@ -108,6 +108,10 @@ func TestWrongDialectIsNamed(t *testing.T) {
 				named(err)
 				named(deduplicator.Migrate(t.Context(), db, dialect))
 				named(ordering.Migrate(t.Context(), db, dialect))
+
+				migrate(t, db, d)
+				_, err = deduplicator.NewSQLStore(t.Context(), db, dialect)
+				named(err)
 			})
 		}
 	}
