@@ -17,7 +17,7 @@ import (
 const (
 	DefaultCleanInterval = 10 * time.Minute
 	DefaultCleanBatch    = 100
-	DefaultCleanPause    = 100 * time.Millisecond
+	DefaultCleanPause    = 200 * time.Millisecond
 )
 
 // MaxCleanBatch is the largest batch: a longer statement would be felt by handlers.
@@ -76,7 +76,7 @@ func (f cleanerOptionFunc) applyCleaner(c *Cleaner) { f(c) }
 
 // WithCleanBatch sets how many rows one statement deletes, 1 to [MaxCleanBatch],
 // and about how long the pause after it is, 0 or more, instead of
-// [DefaultCleanBatch] and [DefaultCleanPause], which come to about 900 rows a second.
+// [DefaultCleanBatch] and [DefaultCleanPause], which come to about 500 rows a second.
 func WithCleanBatch(rows int, pause time.Duration) CleanerOption {
 	return cleanerOptionFunc(func(c *Cleaner) { c.batch, c.pause = rows, pause })
 }
