@@ -5,7 +5,7 @@ type KnownKeys = knownKeys
 
 var NewKnownKeys = newKnownKeys
 
-func (k *knownKeys) Duplicate(claim Claim) (bool, error) { return k.duplicate(claim) }
+func (k *knownKeys) Duplicate(claim Claim) bool { return k.duplicate(claim) }
 func (k *knownKeys) Committed(claim Claim, fingerprint []byte, outputs bool) {
 	k.committed(claim, fingerprint, outputs)
 }

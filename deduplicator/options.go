@@ -159,7 +159,7 @@ func WithRetention(d time.Duration) Option {
 
 // WithKnownKeys sets how many claims the store remembers in memory that it saw
 // committed and that have no outputs left, instead of [DefaultKnownKeys]. A copy
-// of such a message is a duplicate (or a conflict) without asking the database.
+// of such a message is a duplicate without asking the database.
 // Those asked for least recently are dropped. 0 switches it off.
 //
 // While a claim is remembered, deleting its row by hand does not make the store

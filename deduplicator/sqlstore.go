@@ -91,8 +91,8 @@ func (s *SQLStore) Process(ctx context.Context, claim Claim, work Work) (Result,
 	if err := s.Check(claim); err != nil {
 		return Result{}, err
 	}
-	if known, err := s.known.duplicate(claim); known {
-		return Result{Outcome: Duplicate}, err
+	if s.known.duplicate(claim) {
+		return Result{Outcome: Duplicate}, nil
 	}
 	if claim.Redelivered {
 		// When this fails, the transaction has the same failure or none.
@@ -299,7 +299,7 @@ func (s *SQLStore) stored(ctx context.Context, tx *sql.Tx, claim Claim) (result 
 			return Result{}, known, s.claimError(ctx, err)
 		}
 		known = true
-		if claim.conflicts(string(fingerprint)) {
+		if claim.conflicts(fingerprint) {
 			return Result{}, known, &ConflictError{Consumer: claim.Consumer, Key: claim.Key, Stored: fingerprint, Got: claim.Fingerprint}
 		}
 		if row.topic.Valid { // otherwise the claim has no outputs

@@ -1,6 +1,7 @@
 package deduplicator
 
 import (
+	"bytes"
 	"context"
 	"database/sql"
 	"fmt"
@@ -45,6 +46,11 @@ func (c Claim) Validate() error {
 		return fmt.Errorf("%w: fingerprint has %d bytes, the limit is %d", ErrInvalidClaim, len(c.Fingerprint), sqldb.MaxKeyBytes)
 	}
 	return nil
+}
+
+// conflicts reports whether a claim is stored with other content.
+func (c Claim) conflicts(stored []byte) bool {
+	return len(c.Fingerprint) > 0 && len(stored) > 0 && !bytes.Equal(c.Fingerprint, stored)
 }
 
 // Output is a message that the work wants to be published once its transaction

@@ -30,8 +30,8 @@ func TestSharedMetadataFields(t *testing.T) {
 	require.Equal(t, ordering.PartitionKeyMetadata, metadata.PartitionKey)
 }
 
-// A message that this process saw committed is answered without the database;
-// whether it is the same message is checked as ever.
+// A message that this process saw committed is answered without the database, unless
+// its content is another one: the database has the stored fingerprint.
 func TestKnownKeysNeedNoDatabase(t *testing.T) {
 	t.Parallel()
 	each(t, testdb.Servers, func(t *testing.T, d testdb.Driver) {
@@ -65,13 +65,20 @@ func TestKnownKeysNeedNoDatabase(t *testing.T) {
 		require.Error(t, err)
 		require.Zero(t, failed)
 
+		for _, key := range []string{"processed", "seen", "forgotten"} {
+			_, err = store.Process(t.Context(), with(key, "other"), noWork(t))
+			var conflict *deduplicator.ConflictError
+			require.ErrorAs(t, err, &conflict, key)
+			require.Equal(t, []byte("f"), conflict.Stored)
+		}
+
 		require.NoError(t, db.Close())
 		for _, key := range []string{"processed", "seen", "forgotten"} {
 			result, err := store.Process(t.Context(), with(key, "f"), noWork(t))
 			require.NoError(t, err, key)
 			require.Equal(t, deduplicator.Result{Outcome: deduplicator.Duplicate}, result, key)
 			_, err = store.Process(t.Context(), with(key, "other"), noWork(t))
-			require.ErrorIs(t, err, deduplicator.ErrConflict, key)
+			require.ErrorIs(t, err, deduplicator.ErrUnavailable, key)
 		}
 		for _, key := range []string{"outputs", "forgotten by the other", "failed", "new"} {
 			_, err := store.Process(t.Context(), with(key, "f"), noWork(t))
