@@ -66,7 +66,7 @@ func TestCleaners(t *testing.T) {
 	for _, driver := range []testdb.Driver{testdb.PGX, testdb.MySQL} {
 		t.Run(driver.Name, func(t *testing.T) {
 			t.Parallel()
-			clean(t, driver, 10_000, 100*time.Millisecond)
+			clean(t, driver, 3_000, 100*time.Millisecond)
 		})
 	}
 }
@@ -146,7 +146,7 @@ func clean(t testing.TB, d testdb.Driver, expired int, block time.Duration) *res
 		stop()
 		running.Wait()
 		r.cleaningTime += took
-		done = finished == cleaners
+		done = finished > 0 // the others wait for their turn
 		live += len(r.idle[len(r.idle)-1]) + len(r.cleaning[len(r.cleaning)-1])
 		if t.Failed() {
 			t.FailNow()
