@@ -176,6 +176,9 @@ func sources(t *testing.T) string {
 
 func eachSource(t *testing.T, do func(path string) error) {
 	require.NoError(t, filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
+		if path != root && err == nil && entry.IsDir() && strings.HasPrefix(entry.Name(), ".") {
+			return filepath.SkipDir // the data of running servers changes under our eyes
+		}
 		if err != nil || entry.IsDir() || !strings.HasSuffix(path, ".go") {
 			return err
 		}
