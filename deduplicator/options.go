@@ -193,9 +193,9 @@ func WithMaxAttempts(n int) Option {
 // that only when its own innodb_lock_wait_timeout (50 s) has passed or the key is
 // free. Connections whose own lock_timeout (PostgreSQL) or innodb_lock_wait_timeout
 // (MySQL) is set in their DSN to no more than d leave the waiting to the server, which
-// is cheaper, and come back to the pool. MariaDB rounds the timeout up to whole seconds; on SQLite, where every writer
-// waits for every other, the driver's busy timeout comes on top. Values under
-// [MinClaimTimeout] are refused.
+// is cheaper, and come back to the pool. MariaDB rounds the timeout up to whole seconds;
+// on SQLite, where every writer waits for every other, the driver's busy timeout comes
+// on top. Values under [MinClaimTimeout] are refused.
 func WithClaimTimeout(d time.Duration) Option {
 	return optionFunc(func(c *config) { c.claimTimeout = d })
 }

@@ -53,15 +53,14 @@ func newQueries(c *config, s server) queries {
 			seconds := strconv.Itoa(int((c.claimTimeout + time.Second - 1) / time.Second))
 			q.claim.Text = "SET STATEMENT innodb_lock_wait_timeout = " + seconds + " FOR " + q.claim.Text
 		}
-		// MySQL's SET_VAR hint does not apply to that variable ("Server System
-		// Variables"), and setting it for the session costs two round trips.
-		q.unboundedClaim = !s.mariaDB && s.lockWait > c.claimTimeout
 	case PostgreSQL, SQLite:
-		// A lock_timeout around this statement alone costs PostgreSQL 20 µs.
-		q.unboundedClaim = c.dialect == PostgreSQL && (s.lockWait == 0 || s.lockWait > c.claimTimeout)
 		q.claim.Text = insert + "VALUES (?, ?, ?, " + now + ") ON CONFLICT (consumer_name, message_key) DO NOTHING"
 	}
 	q.claim.Text = c.dialect.Rebind(q.claim.Text)
+	// MySQL's SET_VAR hint does not apply to that variable ("Server System Variables"),
+	// and setting it for the session costs two round trips; a lock_timeout around this
+	// statement alone costs PostgreSQL 20 µs.
+	q.unboundedClaim = c.dialect != SQLite && !s.mariaDB && (s.lockWait == 0 || s.lockWait > c.claimTimeout)
 	// Sorting is left to the reader: MariaDB would make a temporary table for it.
 	q.stored.Text = c.dialect.Rebind("SELECT c.fingerprint, o.ordinal, o.topic, o.uuid, o.metadata, o.payload FROM " + processed + " c LEFT JOIN " + produced +
 		" o ON o.consumer_name = c.consumer_name AND o.message_key = c.message_key" +

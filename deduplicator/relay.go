@@ -240,8 +240,8 @@ func (r *Relay) Flush(ctx context.Context) (RelayResult, error) {
 			break
 		}
 		consumer = next
-		pass := &relayPass{Relay: r, consumer: consumer, result: &result, heldUp: newHeldUp()}
-		pass.lease = lease{store: r.store, queries: r.leases, name: consumer}
+		pass := &relayPass{Relay: r, consumer: consumer, result: &result, heldUp: newHeldUp(),
+			lease: lease{store: r.store, queries: r.leases, name: consumer}}
 		if err := pass.run(ctx); err != nil {
 			errs = append(errs, fmt.Errorf("deduplicator: relay outputs of %q: %w", consumer, err))
 		}

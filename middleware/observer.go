@@ -102,8 +102,9 @@ func WithObserver(observers ...Observer) Link {
 // level debug for Processed and Released; info for Duplicate, Stale, Deferred and
 // EntityReset; warn for Retried, InFlight, ProducerGap and GapSkipped; error for the
 // rest, but info for Failed where the message was taken away from its handler, as by a
-// close or a rebalance: its context is cancelled, and it comes again. Lines have the message's UUID, its key and its entity, which are ids, and the
-// error's text, each cut to 1 KiB, never its payload or other metadata.
+// close or a rebalance: its context is cancelled, and it comes again. Lines have the
+// message's UUID, its key and its entity, which are ids, and the error's text, each cut
+// to 1 KiB, never its payload or other metadata.
 func LogObserver(logger *slog.Logger) Observer {
 	levels := map[Outcome]slog.Level{
 		Processed: slog.LevelDebug,

@@ -123,16 +123,18 @@ func (f *Filter) Process(ctx context.Context, claim deduplicator.Claim, work ded
 	if state(value) == done {
 		return known(claim, value)
 	}
-	value = string(done)
+	hasOutputs := false
 	result, err := f.store.Process(ctx, claim, func(ctx context.Context) ([]deduplicator.Output, error) {
 		outputs, err := work(ctx)
-		if value = string(done); len(outputs) > 0 {
-			value = string(stored)
-		}
+		hasOutputs = len(outputs) > 0
 		return outputs, err
 	})
 	// A duplicate does not say with which fingerprint it is stored.
 	if err == nil && result.Outcome == deduplicator.Processed {
+		value := string(done)
+		if hasOutputs {
+			value = string(stored)
+		}
 		f.ask(context.WithoutCancel(ctx), func(ctx context.Context) error {
 			return f.client.Set(ctx, key, value+string(claim.Fingerprint), f.ttl).Err()
 		})

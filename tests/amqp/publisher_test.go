@@ -19,6 +19,7 @@ import (
 	"github.com/seed-2f56a981/watermill-idempotent/middleware"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering/amqpshard"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/routers"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
 
@@ -376,13 +377,7 @@ func TestReturnedMessageIsInvalid(t *testing.T) {
 			}
 			return []*message.Message{returned}, nil
 		})
-		done := make(chan error, 1)
-		go func() { done <- router.Run(t.Context()) }()
-		t.Cleanup(func() {
-			require.NoError(t, router.Close())
-			require.NoError(t, <-done)
-		})
-		await(t, router.Running(), "router")
+		routers.Run(t, router)
 		f.publish(broker, newMessage("a", "frame"), newMessage("a", "name"), newMessage("a", "next"))
 		for _, want := range []string{"frame_max", "255"} {
 			select {

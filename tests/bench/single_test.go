@@ -28,6 +28,7 @@ import (
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/middleware"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/env"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
 
@@ -171,20 +172,6 @@ func median(times, by []time.Duration) float64 {
 	return values[len(values)/2]
 }
 
-// setting returns what an environment variable says.
-func setting(b *testing.B, variable string, unset int) int {
-	b.Helper()
-	text := os.Getenv(variable)
-	if text == "" {
-		return unset
-	}
-	n, err := strconv.Atoi(text)
-	if err != nil || n < 0 {
-		b.Fatalf("%s: %q is not a number", variable, text)
-	}
-	return n
-}
-
 // delayed returns the address of a proxy before upstream, whose answers take
 // longer by so many milliseconds.
 func delayed(b *testing.B, upstream string, ms int) string {
@@ -211,7 +198,7 @@ func newHand(b *testing.B, driver testdb.Driver) *hand {
 	b.Helper()
 	ctx := b.Context()
 	database := testdb.Create(b, driver)
-	if ms := setting(b, "BENCH_LATENCY", 0); ms > 0 {
+	if ms := int(env.Number(b, "BENCH_LATENCY", 0)); ms > 0 {
 		database = database.Through(b, func(upstream string) string { return delayed(b, upstream, ms) })
 	}
 	h := &hand{db: database.Open(b), dialect: driver.Dialect}

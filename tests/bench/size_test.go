@@ -7,6 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/env"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
 
@@ -17,7 +18,7 @@ import (
 //
 // The figures are those of BenchmarkSingle, with x-NAME against empty.
 func BenchmarkTableSize(b *testing.B) {
-	rows := setting(b, "BENCH_ROWS", 100_000)
+	rows := int(env.Number(b, "BENCH_ROWS", 100_000))
 	compare(b, "empty", func(b *testing.B, driver testdb.Driver) []variant {
 		if driver.Dialect == deduplicator.SQLite {
 			rows = min(rows, 1_000_000) // its file is in a temporary folder

@@ -34,6 +34,7 @@ import (
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/middleware"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/routers"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
 
@@ -96,10 +97,7 @@ func (s *shop) router(add func(router *message.Router)) {
 	require.NoError(s.t, err)
 	router.AddMiddleware(chain...)
 	add(router)
-	ctx, done := context.WithoutCancel(s.t.Context()), make(chan error, 1)
-	go func() { done <- router.Run(ctx) }()
-	<-router.Running()
-	s.t.Cleanup(func() { require.NoError(s.t, errors.Join(router.Close(), <-done)) })
+	routers.Run(s.t, router)
 }
 
 func (s *shop) seen(handler string, outcome middleware.Outcome) int {

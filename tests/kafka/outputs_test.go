@@ -12,6 +12,7 @@ import (
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/middleware"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/routers"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
 
@@ -39,12 +40,7 @@ func TestReturnedMessageHasTheKeyOfItsPublisher(t *testing.T) {
 		returned.Metadata = message.Metadata{"customer": "C-1", "order": "O-1"}
 		return []*message.Message{returned}, nil
 	})
-	done := make(chan error, 1)
-	go func() { done <- router.Run(t.Context()) }()
-	t.Cleanup(func() {
-		require.NoError(t, router.Close())
-		require.NoError(t, <-done)
-	})
+	routers.Run(t, router)
 	require.NoError(t, from.Publisher().Publish(topic, newMessage("C-1", "order")))
 	got := take(t, subscribe(t, to, reserved), 1)[0]
 	require.Equal(t, "O-1", got.Metadata.Get(ordering.PartitionKeyMetadata))
@@ -78,12 +74,7 @@ func TestReturnedMessageIsTooLarge(t *testing.T) {
 		returned := newMessage("key", strings.Repeat("x", size))
 		return []*message.Message{newMessage("key", "small"), returned}, nil
 	})
-	done := make(chan error, 1)
-	go func() { done <- router.Run(t.Context()) }()
-	t.Cleanup(func() {
-		require.NoError(t, router.Close())
-		require.NoError(t, <-done)
-	})
+	routers.Run(t, router)
 	require.NoError(t, broker.Publisher().Publish(topic, newMessage("key", "large"), newMessage("key", "next")))
 	parked := take(t, subscribe(t, broker, poison), 1)[0]
 	require.Equal(t, "large", string(parked.Payload))

@@ -87,15 +87,8 @@ var (
 func TestRequirements(t *testing.T) {
 	t.Parallel()
 	names := testNames(t)
-	seen := map[string]bool{}
-	for line := range strings.Lines(read(t, "tests/REQUIREMENTS.md")) {
-		cells := strings.Split(line, "|")
-		if len(cells) < 5 || !requirementID.MatchString(strings.TrimSpace(cells[1])) {
-			continue
-		}
-		id := strings.TrimSpace(cells[1])
-		require.False(t, seen[id], "%s has two rows", id)
-		seen[id] = true
+	rows := proofs(t, requirementID)
+	for id, cells := range rows {
 		proof := cells[3]
 		found := testName.FindAllStringSubmatch(proof, -1)
 		require.True(t, len(found) > 0 || strings.Contains(proof, "open") || strings.Contains(proof, "by design"), "%s names no test and is not open", id)
@@ -103,7 +96,23 @@ func TestRequirements(t *testing.T) {
 			require.True(t, names[match[1]], "%s names %s, which does not exist", id, match[1])
 		}
 	}
-	require.Len(t, seen, 5+12+9+8, "rows")
+	require.Len(t, rows, 5+12+9+8, "rows")
+}
+
+// proofs returns the rows of REQUIREMENTS.md whose ids match, by their ids.
+func proofs(t *testing.T, id *regexp.Regexp) map[string][]string {
+	t.Helper()
+	rows := map[string][]string{}
+	for line := range strings.Lines(read(t, "tests/REQUIREMENTS.md")) {
+		cells := strings.Split(line, "|")
+		if len(cells) < 5 || !id.MatchString(strings.TrimSpace(cells[1])) {
+			continue
+		}
+		name := strings.TrimSpace(cells[1])
+		require.Nil(t, rows[name], "%s has two rows", name)
+		rows[name] = cells
+	}
+	return rows
 }
 
 var (
@@ -117,15 +126,8 @@ var (
 func TestFailures(t *testing.T) {
 	t.Parallel()
 	names, code := testNames(t), sources(t)
-	seen := map[string]bool{}
-	for line := range strings.Lines(read(t, "tests/REQUIREMENTS.md")) {
-		cells := strings.Split(line, "|")
-		if len(cells) < 6 || !faultID.MatchString(strings.TrimSpace(cells[1])) {
-			continue
-		}
-		id := strings.TrimSpace(cells[1])
-		require.False(t, seen[id], "%s has two rows", id)
-		seen[id] = true
+	rows := proofs(t, faultID)
+	for id, cells := range rows {
 		found := testName.FindAllStringSubmatch(cells[4], -1)
 		require.NotEmpty(t, found, "%s names no test", id)
 		for _, match := range found {
@@ -134,11 +136,11 @@ func TestFailures(t *testing.T) {
 			require.Contains(t, code, subtest, "%s names a subtest that does not exist", id)
 		}
 	}
-	require.NotEmpty(t, seen)
+	require.NotEmpty(t, rows)
 	for name := range names {
 		if match := faultTest.FindStringSubmatch(name); match != nil {
 			for _, id := range faultsOf.FindAllString(match[1], -1) {
-				require.True(t, seen[id], "%s has no row for %s", id, name)
+				require.NotNil(t, rows[id], "%s has no row for %s", id, name)
 			}
 		}
 	}

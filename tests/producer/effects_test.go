@@ -20,6 +20,7 @@ import (
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/middleware"
 	"github.com/seed-2f56a981/watermill-idempotent/ordering"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/routers"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
 
@@ -66,20 +67,8 @@ func consume(t *testing.T, db *sql.DB, sub message.Subscriber, topic, name strin
 		_, err := tx.ExecContext(msg.Context(), "INSERT INTO effects (consumer, payload) VALUES (?, ?)", name, string(msg.Payload))
 		return err
 	})
-	run(t, router)
+	routers.Run(t, router)
 	return c
-}
-
-func run(t *testing.T, router *message.Router) {
-	t.Helper()
-	done := make(chan error, 1)
-	go func() { done <- router.Run(context.WithoutCancel(t.Context())) }()
-	t.Cleanup(func() { require.NoError(t, errors.Join(router.Close(), <-done)) })
-	select {
-	case <-router.Running():
-	case <-time.After(patience):
-		require.FailNow(t, "the router does not start")
-	}
 }
 
 func (c *consumer) observe(_ context.Context, event middleware.Event) {
@@ -308,7 +297,7 @@ func TestStoredOutputsKeepTheirNumbers(t *testing.T) {
 		result.Metadata.Set("sku", "s-1")
 		return []*message.Message{result}, nil
 	})
-	run(t, router)
+	routers.Run(t, router)
 	shop := newProducer(t, db, testdb.SQLite, "shop")
 	for i := range 2 {
 		require.NoError(t, shop.Publisher(in, nil).Publish("orders", event("a", fmt.Sprint("order ", i))))

@@ -499,10 +499,10 @@ func TestOutputsOfReleasedMessages(t *testing.T) {
 	})
 }
 
-// A pass ends with a transaction that finds nothing, whose claim is never made again. A
-// count of its attempts would stay for ever.
-func TestReleaserLeavesNoAttempts(t *testing.T) {
-	t.Parallel()
+// newBacklog returns a kit with two entities, a and b, whose events 3 and 4 are left to
+// a releaser.
+func newBacklog(t *testing.T) *kit {
+	t.Helper()
 	k := newKit(t, testdb.SQLite, ordering.WithReleaseBatch(1))
 	for _, entity := range []string{"a", "b"} {
 		k.sendAs(entity, 0, 2, deferred)
@@ -510,6 +510,14 @@ func TestReleaserLeavesNoAttempts(t *testing.T) {
 		k.sendAs(entity, 0, 4, deferred)
 		k.sendAs(entity, 0, 1, processed, released)
 	}
+	return k
+}
+
+// A pass ends with a transaction that finds nothing, whose claim is never made again. A
+// count of its attempts would stay for ever.
+func TestReleaserLeavesNoAttempts(t *testing.T) {
+	t.Parallel()
+	k := newBacklog(t)
 	store, err := deduplicator.NewSQLStore(t.Context(), k.db, deduplicator.SQLite, deduplicator.WithMaxAttempts(9))
 	require.NoError(t, err)
 	releaser, err := middleware.NewReleaser(store, k.sequence, middleware.ReleaserConfig{Consumer: consumer, Handler: k.handle})
@@ -525,13 +533,7 @@ func TestReleaserLeavesNoAttempts(t *testing.T) {
 // What the publisher refuses for good holds up its entity, and only that.
 func TestRefusedOutputsOfReleasedMessages(t *testing.T) {
 	t.Parallel()
-	k := newKit(t, testdb.SQLite, ordering.WithReleaseBatch(1))
-	for _, entity := range []string{"a", "b"} {
-		k.sendAs(entity, 0, 2, deferred)
-		k.sendAs(entity, 0, 3, deferred)
-		k.sendAs(entity, 0, 4, deferred)
-		k.sendAs(entity, 0, 1, processed, released)
-	}
+	k := newBacklog(t)
 	var refuse atomic.Bool
 	refuse.Store(true)
 	broker := publishFunc(func(messages []*message.Message) error {

@@ -24,6 +24,7 @@ import (
 
 	"github.com/seed-2f56a981/watermill-idempotent/deduplicator"
 	"github.com/seed-2f56a981/watermill-idempotent/middleware"
+	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/routers"
 	"github.com/seed-2f56a981/watermill-idempotent/tests/internal/testdb"
 )
 
@@ -193,10 +194,7 @@ func (s side) run(add func(*message.Router)) {
 	require.NoError(s, err)
 	router.AddMiddleware(s.middlewares...)
 	add(router)
-	done := make(chan error, 1)
-	go func() { done <- router.Run(context.WithoutCancel(s.Context())) }()
-	s.Cleanup(func() { require.NoError(s, errors.Join(router.Close(), <-done)) })
-	await(s.T, router.Running(), "router runs")
+	routers.Run(s, router)
 }
 
 // await fails the test unless done is closed or sent to in time.

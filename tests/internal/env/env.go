@@ -9,7 +9,7 @@ import (
 )
 
 // Number returns what variable says, or unset.
-func Number(t *testing.T, variable string, unset uint64) uint64 {
+func Number(t testing.TB, variable string, unset uint64) uint64 {
 	t.Helper()
 	text := os.Getenv(variable)
 	if text == "" {
